@@ -127,10 +127,13 @@ class Engine:
         no sense or can never run, QueueFull if max_waiting requests wait; then nothing changes."""
         params = SamplingParams() if params is None else params
         tokens = self._encode(prompt, params)
-        request_id = self._next_id if request_id is None else request_id
+        if request_id is None:
+            request_id = self._next_id
+        else:
+            request_id = check_whole("request_id", request_id, minimum=0)
         arrival = self.clock() if arrival is None else arrival
         request = Request(
-            id=check_whole("request_id", request_id, minimum=0),
+            id=request_id,
             tokens=tokens,
             prompt_len=len(tokens),
             max_new_tokens=params.max_new_tokens,
@@ -242,21 +245,25 @@ class Engine:
         return [(self._encode(prompt, each), each) for prompt, each in pairs]
 
     def _serve(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> Iterator[Event]:
-        """Serve these requests alone. An exception drops them, a Ctrl-C, too."""
+        """Serve these requests alone. An exception drops them, and so do two Ctrl-C in a row."""
         first_id = self._next_id
         try:
-            for prompt, params in requests:
-                self.add_request(prompt, params)
-            while self.has_work:
-                yield from self.step()
-        except BaseException:
-            journal = self.scheduler.journal
-            self._computed = None
-            journal.broken = True
-            journal.requests.clear()  # before anything is called: another Ctrl-C may come
-            journal.begin_anew()
-            self._next_id = first_id
+            try:
+                for prompt, params in requests:
+                    self.add_request(prompt, params)
+                while self.has_work:
+                    yield from self.step()
+            except BaseException:
+                self._drop_all(first_id)
+                raise
+        except BaseException:  # maybe another one, while the first was handled
+            self._drop_all(first_id)
             raise
+
+    def _drop_all(self, next_id: int) -> None:
+        self._computed = None
+        self.scheduler.journal.clear()
+        self._next_id = next_id
 
     def warm_up(self) -> None:
         """Serve a few requests and forget them, so that page faults and compilations are over."""

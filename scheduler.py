@@ -45,6 +45,7 @@ class Scheduler:
 
     cuts_prompts = False  # into chunks of at most `chunk` tokens: for tables and pages
     drops_decodes = False  # for the referee: a batch may leave out decodes it has no room for
+    shares_in_batch = False  # for the referee: a batch may read pages that it computes itself
     watermark_percent = 0  # of the pages: admission leaves them for running requests to grow into
 
     def __init__(

@@ -10,9 +10,9 @@ import numpy as np
 
 from cli.console import run
 from cli.options import OptionParser, from_args, nonempty_text, option, whole
+from cli.tables import format_table
 from lab.simulator.devices import DEVICES, GEOMETRIES, find
 from lab.simulator.fit import COLUMNS, fit_products, product_errors, read_products
-from views.tables import format_table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ Read first: lab/measure/schedule_cost.py."""
 from argparse import ArgumentParser
 
 from cli.console import run
+from cli.tables import format_table
 from lab.measure.schedule_cost import RUNNING, WAITING, schedule_us
-from views.tables import format_table
 
 
 def main() -> None:

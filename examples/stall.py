@@ -1,31 +1,35 @@
 """The stall, in words: `python -m examples.stall`, in the top folder.
 
 Three answers are being written when a prompt of 1,000 tokens arrives, README.md. Under "vllm" they
-freeze until it is computed, under "sarathi-serve" they go on."""
+freeze until it is computed, under "sarathi-serve" they go on. `--svg stall.svg` draws both."""
 
 from argparse import ArgumentParser
+from collections.abc import Sequence
 from pathlib import Path
 
 from cli.columns import Columns
 from cli.console import run
 from engine import Engine
+from lab.pictures.terminals import Answer, LatePrompt, Terminal, Word, animate
 from model import GPT
 from pretrained.checkpoints import find
+from pretrained.streams import TextStream
 from pretrained.tokenizers import Tokenizer, load_chat, load_tokenizer
 from request import Completion
 from sampling import SamplingParams
 
 QUESTIONS = ["Why is the sky blue?", "How do bicycles stay upright?", "What is a black hole?"]
 README = Path(__file__).parents[1] / "README.md"
+LATE = "(README.md goes on)"
 PARAMS = SamplingParams(max_new_tokens=400, temperature=0.0)
 
 
 def write(engine: Engine, prompts: list[list[int]], tokenizer: Tokenizer) -> list[Completion]:
-    """Write all answers until the last, whose prompt arrives late, has 8 tokens."""
-    columns = Columns([*QUESTIONS, "(README.md goes on)"])
+    """Write all answers until they have 56 tokens and the last, whose prompt arrives late, 8."""
+    columns = Columns([*QUESTIONS, LATE])
     ids = [engine.add_request(prompt, PARAMS) for prompt in prompts[:-1]]
     outputs: list[list[int]] = [[] for _ in prompts]
-    while len(outputs[-1]) < 8:
+    while len(outputs[-1]) < 8 or len(outputs[0]) < 56:
         if len(ids) < len(prompts) and len(outputs[0]) > 12:  # all run
             ids.append(engine.add_request(prompts[-1], PARAMS))
         for event in engine.step():
@@ -35,12 +39,27 @@ def write(engine: Engine, prompts: list[list[int]], tokenizer: Tokenizer) -> lis
     return [engine.abort(request_id) for request_id in ids]
 
 
-def main() -> None:
+def terminal(completions: list[Completion], tokenizer: Tokenizer) -> Terminal:
+    """What is drawn of a policy's answers, the last of which came late."""
+    start = completions[0].arrival
+    answers = []
+    for question, completion in zip(QUESTIONS, completions[:-1], strict=True):
+        stream = TextStream(tokenizer)
+        times = [time - start for time in completion.token_times]
+        words = [stream.push(token) for token in completion.tokens]
+        answers.append(Answer(question, list(map(Word, times, words))))
+    late = completions[-1]
+    name = f"a prompt of {len(late.prompt):,} tokens arrives"
+    return Terminal(answers, LatePrompt(name, late.arrival - start, late.token_times[0] - start))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """The same under both policies."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--chunk", type=int, default=32)
-    args = parser.parse_args()
+    parser.add_argument("--svg", help="draw both runs, as a moving picture, into this file")
+    args = parser.parse_args(argv)
     path = find(args.model)
     model = GPT.from_pretrained(str(path))
     tokenizer = load_tokenizer(path)
@@ -48,12 +67,17 @@ def main() -> None:
     texts = [chat([{"role": "user", "content": question}]) for question in QUESTIONS]
     prompts = [(tokenizer.encode_chat or tokenizer.encode)(text) for text in texts]
     prompts.append(tokenizer.encode(README.read_text("utf-8"))[:1000])
+    terminals = {}
     for policy in ("vllm", "sarathi-serve"):
         engine = Engine(model, policy=policy, chunk=args.chunk, max_batch=4, max_len=2048)
         engine.warm_up()
-        *answers, late = write(engine, prompts, tokenizer)
+        completions = write(engine, prompts, tokenizer)
+        *answers, late = completions
         freeze = max(gap for answer in answers for gap in answer.tbt)
         print(f"{policy}: longest freeze {freeze:.2f} s, the long prompt waits {late.ttft:.2f} s")
+        terminals[policy] = terminal(completions, tokenizer)
+    if args.svg:
+        animate(terminals, args.svg)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,15 @@ the one before is computed. How many iterations in a row does the decode wait?
 
 **You may use**
 
-    self.waiting[0]             the first request of the queue; self.waiting may be empty
+    self.waiting[0]             the first request of the queue, which nobody passes; self.waiting
+                                may be empty
     len(request.tokens)         the tokens of a request: the prompt, and the output so far
     self.admit()                as in exercise 1
     batch = Batch(self.max_len) an empty batch with a limit, the budget
     batch.left                  how many tokens still go into it
     batch.add(request)          as in exercise 1, and it takes the tokens off batch.left. If they
                                 do not fit, it cuts them, which this policy must not let happen
-    self.grow_decodes()             the running requests that decode, each with a page for its next
+    self.grow_decodes()         the running requests that decode, each with a page for its next
                                 token. To find pages it may preempt others: call it only if you
                                 decode
     batch.add_decodes(requests) adds one token of each of these

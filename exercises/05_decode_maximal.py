@@ -16,7 +16,7 @@ iterations is it computed?
 
     self.chunk                   C, in tokens
     batch = Batch(self.chunk)    as in exercise 3; more decodes than C make batch.left negative
-    self.grow_decodes()              the running requests that decode
+    self.grow_decodes()          the running requests that decode
     batch.add_decodes(requests)  adds one token of each, and takes them off batch.left
     self.prefilling()            the running requests whose prompt has begun and is not done
     self.admit()                 as in exercise 1; who is admitted is in self.running from then on

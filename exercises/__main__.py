@@ -5,9 +5,12 @@
     python -m exercises 6 --hint                  a hint; --hint 2 says more
     python -m exercises 6 --html stall.html       and write the page of both schedules
     python -m exercises 6 --file mine/other.py    check a solution that lies elsewhere
+    python -m exercises 11 --iteration 9          is that where the policy first goes wrong?
+    python -m exercises --all --json              a line for each, for a grader
 
 Read first: README.md here, 01_request_level.py."""
 
+import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -15,9 +18,10 @@ from collections.abc import Sequence
 from cli.console import run
 from cli.options import OptionParser, output_file, whole, write_text, wrote_page
 from exercises.catalog import EXERCISES, Exercise
-from exercises.check import check_solution
+from exercises.check import check_solution, load_solution
 from exercises.report import (
     answer_question,
+    describe_decisions,
     describe_problem,
     draw_page,
     shorten_path,
@@ -54,22 +58,40 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "--file", help="your solution (default: the file in exercises/)", metavar="FILE"
     )
+    parser.add_argument(
+        "--iteration",
+        help="where the policy of an exercise from 11 on first goes wrong",
+        type=whole(minimum=1),
+        metavar="N",
+    )
+    parser.add_argument("--all", help="check all, and try each load", action="store_true")
+    parser.add_argument("--json", help="with --all: a line of JSON for each", action="store_true")
     args = parser.parse_args(argv)
-    given = [name for name in ("hint", "html", "file") if getattr(args, name)]
+    given = [name for name in ("hint", "html", "file", "iteration") if getattr(args, name)]
     if args.number is None and given:
         parser.error(f"--{given[0]}: say which exercise, 1 to {len(EXERCISES)}")
+    complaints = [exercise.number for exercise in EXERCISES if exercise.complaint]
+    if args.iteration and args.number not in complaints:
+        parser.error(f"--iteration: the exercises from {min(complaints)} on ask for it")
+    if args.json and not args.all:
+        parser.error("--json: goes with --all")
     return args
 
 
 def main(args: Namespace) -> int:
     """Do what the command line says. Returns the exit status: 0 if the solution holds."""
+    if args.all:
+        return grade(args.json)
     if args.number is None:
         return list_exercises()
     exercise = EXERCISES[args.number - 1]
     if args.hint:
         print(exercise.hints[args.hint - 1])
         return 0
-    return check_exercise(exercise, args.file or str(exercise.file), args.html)
+    file = args.file or str(exercise.file)
+    if args.iteration:
+        return check_iteration(exercise, file, args.iteration)
+    return check_exercise(exercise, file, args.html)
 
 
 def check_exercise(exercise: Exercise, file: str, html: str | None) -> int:
@@ -94,6 +116,37 @@ def check_exercise(exercise: Exercise, file: str, html: str | None) -> int:
     return 1 if problem else 0
 
 
+def check_iteration(exercise: Exercise, file: str, iteration: int) -> int:
+    """Say whether a policy first goes wrong in this iteration, and why if it does."""
+    policy, problem = load_solution(exercise, file)
+    assert exercise.complaint is not None
+    difference = exercise.complaint.first_wrong(policy) if policy else None
+    if problem:
+        print(describe_problem(exercise, policy, problem, ""))
+    elif difference is None:
+        print("It decides as the reference in every iteration: there is nothing to find.")
+    elif difference.iteration != iteration:
+        side = "earlier" if difference.iteration < iteration else "later"
+        print(f"Iteration {iteration}: no, it goes wrong {side}.")
+    else:
+        print(f"Iteration {iteration}: yes.\n\n{describe_decisions(difference)}\n\nNow mend it.")
+        return 0
+    return 1
+
+
+def grade(as_json: bool) -> int:
+    """Print a line for each exercise: whether it is solved, and what is wrong if not."""
+    all_solved = True
+    for exercise in EXERCISES:
+        _, problem = check_solution(exercise, str(exercise.file))
+        row = {"exercise": exercise.number, "title": exercise.title, "solved": problem is None}
+        if problem:
+            all_solved = False
+            row |= {"rule": problem.rule, "sentence": problem.sentence}
+        print(json.dumps(row) if as_json else f"{exercise.number:>3}  {row.get('rule', 'solved')}")
+    return 0 if all_solved else 1
+
+
 def list_exercises() -> int:
     """Print which exercises are solved, and the next one. Returns 0 if all are."""
     next_one: Exercise | None = None
@@ -103,7 +156,7 @@ def list_exercises() -> int:
         if problem:
             state = "not written yet" if problem.sentence == "not written yet" else "not yet"
             next_one = next_one or exercise
-        print(f"{exercise.number:>3}  {exercise.title:<34}{state}")
+        print(f"{exercise.number:>3}  {exercise.title:<41}{state}")
     if next_one is None:
         print("\nAll are solved. policies/template.py is the way to a policy of your own.")
         return 0

@@ -1,4 +1,4 @@
-"""The ten exercises: what is compared, the rules that name a mistake, hints, and the question.
+"""The exercises: what is compared, the rules that name a mistake, hints, and the question.
 
 Read first: problems.py. Read next: report.py, __main__.py."""
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from exercises import page_rules, questions, rules
+from exercises import mending, page_rules, questions, rules
 from exercises.given import (
     TBT_SLO_S,
     CutsPrompts,
@@ -16,6 +16,7 @@ from exercises.given import (
 )
 from exercises.loads import Load, mixed_loads, prompt_loads, slo_loads, small_loads
 from exercises.lockstep import Seconds
+from exercises.mending import Complaint, what_it_costs
 from exercises.problems import Finder, Problem, adds_below_zero, differs_from
 from exercises.questions import Question
 from exercises.targets import misses_the_slo, misses_the_targets
@@ -46,12 +47,41 @@ class Exercise:
     slo_s: float = TBT_SLO_S  # a longer gap between tokens is a stall on the page
     last_check: Callable[[type[Scheduler]], Problem | None] = no_last_check  # after the loads
     shrinks: bool = True  # whether the load of a problem is made smaller
+    complaint: Complaint | None = None  # of a policy that is to be mended
 
     @cached_property
     def file(self) -> Path:
         """The file with the stub."""
         (file,) = FOLDER.glob(f"{self.number:02}_*.py")
         return file
+
+
+def mend(
+    number: int,
+    title: str,
+    class_name: str,
+    method: str,
+    complaint: Complaint,
+    hints: tuple[str, str],
+    beside: str,
+    read_next: str,
+) -> Exercise:
+    """An exercise of the second kind: a policy that runs is to be mended."""
+    return Exercise(
+        number=number,
+        title=title,
+        class_name=class_name,
+        method=method,
+        finder=complaint.find,
+        loads=complaint.loads,
+        hints=hints,
+        question=Question(complaint.load, what_it_costs),
+        beside=beside,
+        read_next=read_next,
+        slo_s=complaint.allowed if complaint.figure == "longest_gap" else TBT_SLO_S,
+        shrinks=False,
+        complaint=complaint,
+    )
 
 
 # The exercises.
@@ -135,6 +165,7 @@ EXERCISES = (
                 rules.prompt_is_cut,
                 page_rules.takes_pages_in_vain,
                 rules.decodes_come_first,
+                rules.overtakes,
                 rules.room_for_another_prompt,
                 rules.admitted_and_left_out,
                 *MEMORY,
@@ -204,7 +235,7 @@ EXERCISES = (
             "Decodes first, all of them. Then at most one request gets a chunk, and only if "
             "something is left: which one, if a prompt has begun, and which one, if none has?",
             "Add self.grow_decodes() to Batch(self.chunk). If batch.left is above 0, take the "
-            "of self.prefilling(), or, if there is none, self.admit(), and add it if it is one.",
+            "first of self.prefilling(), or what self.admit() returns if there is none. Add it.",
         ),
         question=questions.SIX_DECODES,
         beside="orca",
@@ -316,5 +347,92 @@ EXERCISES = (
         question=questions.ONE_LONG_PROMPT,
         beside="sarathi-serve",
         read_next="policies/priority.py, where urgent requests pass others",
+    ),
+    mend(
+        number=11,
+        title="mend it: starved decodes",
+        class_name="StarvedDecodes",
+        method="schedule",
+        complaint=mending.STARVED_DECODES,
+        hints=(
+            "Look down the column of the first P below two rows of d: what do these rows do from "
+            "there on, and for how long?",
+            "Let the decodes ride along in each batch, before the prefills; or let at least one "
+            "batch of decodes follow each batch of prefill.",
+        ),
+        beside="sarathi-serve",
+        read_next="policies/today.py: Interval, SGLang",
+    ),
+    mend(
+        number=12,
+        title="mend it: starved prefills",
+        class_name="StarvedPrefills",
+        method="schedule",
+        complaint=mending.STARVED_PREFILLS,
+        hints=(
+            "How many tokens of the budget does a batch of two decodes leave?",
+            "Do not return when there are decodes: what is left of the budget goes to prefills "
+            "that have begun, and then to new ones.",
+        ),
+        beside="sarathi-serve",
+        read_next="scheduler.py: SarathiServe",
+    ),
+    mend(
+        number=13,
+        title="mend it: nothing left to compute",
+        class_name="NothingLeft",
+        method="plan_admission",
+        complaint=mending.NOTHING_LEFT,
+        hints=(
+            "A token comes from the logits of the token before it. Which page holds logits?",
+            "Look up only the hashes of the pages that hold len(request.tokens) - 1 tokens; if "
+            "the request has output, of - 2, or its last one would count as a decode.",
+        ),
+        beside="sarathi-serve",
+        read_next="policies/pages.py: CachedPages.find",
+    ),
+    mend(
+        number=14,
+        title="mend it: admitted by the first chunk",
+        class_name="FirstChunk",
+        method="room_for",
+        complaint=mending.FIRST_CHUNK,
+        hints=(
+            "Who is admitted needs pages for its whole prompt, sooner or later. Compare that with "
+            "self.pages.num_free.",
+            "Return None unless self.pages.needed(len(request.tokens)) pages are free, although "
+            "the Admission takes only those of the first chunk.",
+        ),
+        beside="vllm-v1",
+        read_next="policies/today.py: VLLMV1.room_for",
+    ),
+    mend(
+        number=15,
+        title="mend it: the longest pays",
+        class_name="LongestPays",
+        method="rank",
+        complaint=mending.LONGEST_PAYS,
+        hints=(
+            "What is lost with a page is computed again. Who has the least to lose?",
+            "Let the newest pay: its arrival is the first number of the tuple. Or the one with "
+            "the fewest outputs: their number, negative.",
+        ),
+        beside="sarathi-serve",
+        read_next="scheduler.py: Scheduler.rank; policies/today.py: SGLang.rank",
+    ),
+    mend(
+        number=16,
+        title="mend it: a long prompt eats the budget",
+        class_name="LongPromptEats",
+        method="schedule",
+        complaint=mending.LONG_PROMPT_EATS,
+        hints=(
+            "The long one is the oldest. What is left in batch.left when the younger decodes "
+            "have their turn?",
+            "Add what self.grow_decodes() returns first, with batch.add_decodes(). Then the "
+            "prefills, with the cap, and then new ones.",
+        ),
+        beside="threshold-under-contention",
+        read_next="policies/remedies.py: ThresholdUnderContention",
     ),
 )

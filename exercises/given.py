@@ -53,6 +53,8 @@ class CutsPrompts(Scheduler):
         added = sum(chunk.length for chunk in batch if chunk.request is request)
         if returned != added:
             problem = f"add() returned {returned!r}, and the batch got {added} tokens"
+            if returned is None:
+                problem += ": did you forget return?"
             if returned and added == request.num_computed + returned:
                 problem += ": a Chunk is (request, start, length), not end"
             raise ValueError(problem)

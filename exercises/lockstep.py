@@ -6,12 +6,13 @@ Both schedulers get the same requests at the same times, and the same tokens. An
 second. In each one the chunks, the admitted and the preempted requests, and the pages of all that
 run are compared. Read first: loads.py. Read next: rules.py, which names the broken rule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from errors import one_line
 from exercises.loads import Load
+from page.records import Recorder
 from policies.custom import PolicyError, check_batch, guarded
 from policies.observers import ChunkRecord, Iteration, chunk_records
 from policies.referee import (
@@ -23,7 +24,6 @@ from policies.referee import (
 )
 from request import Batch, Request
 from scheduler import Admission, Scheduler
-from views.records import Recorder
 
 CALL_LIMIT_S = 0.5  # of CPU time: a call that takes longer is a loop without an end
 MAX_ITERATIONS = 2000  # of one run
@@ -136,10 +136,37 @@ class State(NamedTuple):
     arrival: float
 
 
-class Trial:
-    """A scheduler that serves a load. Call `arrive`, `decide` and `advance`, until it `has_ended`.
+@dataclass(frozen=True)
+class Moment:
+    """The iteration of a load in which a policy decides wrongly."""
 
-    `recorder` keeps the records of a page, see views/records.py."""
+    load: Load
+    iteration: int  # counts from 1
+    states: dict[int, State]  # before it, of all requests that had arrived
+    free_pages: int  # before it
+    history: Sequence[Decision]  # before it
+    yours: Decision
+
+    @property
+    def running(self) -> list[int]:
+        """The requests that ran before, in order of arrival."""
+        return [i for i, state in self.states.items() if state.is_running]
+
+    @property
+    def decodes(self) -> list[int]:
+        """Those of them that decode."""
+        return [i for i in self.running if self.states[i].is_decoding]
+
+    @property
+    def prefills(self) -> list[int]:
+        """Those of them whose prompt has begun and is not computed to its end."""
+        return [i for i in self.running if not self.states[i].is_decoding]
+
+
+class Trial:
+    """A scheduler that serves a load, iteration by iteration: see `play`.
+
+    `recorder` keeps the records of a page, see page/records.py."""
 
     def __init__(
         self,
@@ -149,6 +176,7 @@ class Trial:
         recorder: Recorder | None = None,
     ) -> None:
         self.now = 0.0
+        self.load = load
         self.seconds = seconds
         self.recorder = recorder
         self.requests = load.make_requests()
@@ -245,16 +273,26 @@ class Trial:
         if self.recorder:
             self.recorder.add(iteration)
 
-    def run(self) -> None:
-        """Serve the load to its end. Raises PolicyError if the policy cannot, or never ends."""
+    def play(self) -> Iterator[Moment]:
+        """Each iteration when it is decided; it is computed when the next one is asked for."""
+        history: list[Decision] = []
         while not self.has_ended:
             self.arrive()
-            if not self.decide().chunks:
+            states = self.states
+            free_pages = self.scheduler.pages.num_free
+            decision = self.decide()
+            yield Moment(self.load, len(history) + 1, states, free_pages, history, decision)
+            history.append(decision)
+            self.advance()
+
+    def run(self) -> None:
+        """Serve the load to its end. Raises PolicyError if the policy cannot, or never ends."""
+        for moment in self.play():
+            if not moment.yours.chunks:
                 raise PolicyError("it makes an empty batch, but there are requests")
             broken_rule = self.broken_rule()
             if broken_rule:
                 raise PolicyError(broken_rule)
-            self.advance()
 
     def broken_rule(self) -> str | None:
         """The first rule of policies/referee.py that this decision breaks, as a sentence."""
@@ -319,33 +357,6 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """The iteration of a load in which a policy decides wrongly."""
-
-    load: Load
-    iteration: int  # counts from 1
-    states: dict[int, State]  # before it, of all requests that had arrived
-    free_pages: int  # before it
-    history: tuple[Decision, ...]  # before it
-    yours: Decision
-
-    @property
-    def running(self) -> list[int]:
-        """The requests that ran before, in order of arrival."""
-        return [i for i, state in self.states.items() if state.is_running]
-
-    @property
-    def decodes(self) -> list[int]:
-        """Those of them that decode."""
-        return [i for i in self.running if self.states[i].is_decoding]
-
-    @property
-    def prefills(self) -> list[int]:
-        """Those of them whose prompt has begun and is not computed to its end."""
-        return [i for i in self.running if not self.states[i].is_decoding]
-
-
-@dataclass(frozen=True)
 class Difference(Moment):
     """The first iteration of a load in which two policies decide differently.
 
@@ -355,33 +366,26 @@ class Difference(Moment):
     broken_rule: str | None  # a sentence
 
 
-def compare(load: Load, policy: type[Scheduler], reference: type[Scheduler]) -> Difference | None:
+def compare(
+    load: Load,
+    policy: type[Scheduler],
+    reference: type[Scheduler],
+    seconds: Seconds = one_second,
+) -> Difference | None:
     """The first difference between two policies on this load. None if they always agree.
 
     Raises PolicyError if `policy` fails."""
-    trial = Trial(policy, load)
-    expected = Trial(reference, load)
-    history: list[Decision] = []
-    while not expected.has_ended:
-        trial.arrive()
-        expected.arrive()
-        states = trial.states
-        free_pages = trial.scheduler.pages.num_free
-        reference_decision = expected.decide()
-        decision = trial.decide()
+    trial = Trial(policy, load, seconds)
+    expected = Trial(reference, load, seconds)
+    for theirs, yours in zip(expected.play(), trial.play(), strict=False):
         broken_rule = trial.broken_rule()
-        if broken_rule or decision.compared != reference_decision.compared:
-            return Difference(
-                load=load,
-                iteration=len(history) + 1,
-                states=states,
-                free_pages=free_pages,
-                history=tuple(history),
-                yours=decision,
-                reference=reference_decision,
-                broken_rule=broken_rule,
-            )
-        history.append(decision)
-        trial.advance()
-        expected.advance()
+        if broken_rule or yours.yours.compared != theirs.yours.compared:
+            return Difference(**vars(yours), reference=theirs.yours, broken_rule=broken_rule)
     return None
+
+
+def serve(policy: type[Scheduler], load: Load, seconds: Seconds) -> Trial:
+    """The trial of a load that was served to its end. Raises PolicyError."""
+    trial = Trial(policy, load, seconds)
+    trial.run()
+    return trial

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from exercises.loads import Load, LoadRequest, ample, mixed_loads
-from exercises.lockstep import Trial
+from exercises.lockstep import Trial, serve
 from exercises.rules import amount
 from scheduler import SarathiServe
 
@@ -110,8 +110,7 @@ def the_fifth_chunk(trial: Trial) -> str:
 
 def how_much_slower(trial: Trial) -> str:
     """The TTFT of the long prompt, in exercise 10."""
-    beside = Trial(SarathiServe, next(mixed_loads()), trial.seconds)
-    beside.run()
+    beside = serve(SarathiServe, next(mixed_loads()), trial.seconds)
     long_id = max(trial.requests, key=lambda request: request.prompt_len).id
     yours = trial.requests[long_id].token_times[0] - trial.requests[long_id].arrival
     before = beside.requests[long_id].token_times[0] - beside.requests[long_id].arrival

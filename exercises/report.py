@@ -3,9 +3,11 @@
 Read first: catalog.py. Read next: __main__.py."""
 
 import inspect
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from cli.tables import align
 from exercises.catalog import Exercise
 from exercises.loads import MAX_PAGES, Load
 from exercises.lockstep import (
@@ -16,15 +18,15 @@ from exercises.lockstep import (
     State,
     Trial,
     one_second,
+    serve,
 )
 from exercises.problems import Problem
 from exercises.rules import amount, tokens
+from page.html import page
+from page.records import Recorder
 from policies import find_policy
 from policies.custom import MODULE_PREFIX, PolicyError
 from scheduler import Scheduler
-from views.page import page
-from views.records import Recorder
-from views.tables import align
 
 MAX_HISTORY = 6  # iterations before the one that differs
 
@@ -37,13 +39,18 @@ def describe_problem(
     `command` is the one that was run, without --html."""
     moment = problem.moment
     if moment is None and not problem.details:
-        return f"{place_of(exercise, policy, problem)}: {problem.sentence}"
+        line = f"{place_of(exercise, policy, problem)}: {problem.sentence}"
+        is_written = problem.place is not None and problem.sentence != "not written yet"
+        hint = f". For a hint: `python -m exercises {exercise.number} --hint`"
+        return line + hint if is_written and " line " in line else line
     see = f"To see it: `{command} --html difference.html`"
     parts = [f"Exercise {exercise.number}, {exercise.title}: not yet."]
     parts.append(describe_details(policy, problem))
     if moment is not None:
         see += f", iteration {moment.iteration}"
     parts.append(problem.sentence)
+    if exercise.complaint:
+        parts.append(f"Where does it first go wrong? `{command} --iteration N`.")
     hint = f"For a hint: `python -m exercises {exercise.number} --hint`."
     has_page = moment is None or moment.history or moment.yours.chunks
     parts.append(f"{see}.\n{hint}" if has_page else hint)
@@ -113,7 +120,7 @@ def describe_load(load: Load, cuts_prompts: bool) -> str:
     return f"{head}\n\n{align([columns, *rows])}"
 
 
-def describe_history(history: tuple[Decision, ...]) -> str:
+def describe_history(history: Sequence[Decision]) -> str:
     """A line for each of the last decisions before the one that differs."""
     lines = []
     skipped = max(0, len(history) - MAX_HISTORY)
@@ -224,16 +231,12 @@ def record(policy: type[Scheduler], load: Load, seconds: Seconds) -> Recorder:
     recorder = Recorder()
     with suppress(PolicyError):
         trial = Trial(policy, load, seconds, recorder)
-        while not trial.has_ended:
-            trial.arrive()
-            if not trial.decide().chunks:
+        for moment in trial.play():
+            if not moment.yours.chunks:
                 break
-            trial.advance()
     return recorder
 
 
 def answer_question(exercise: Exercise, policy: type[Scheduler]) -> str:
     """The answer to the question of the docstring, from a run of a solution."""
-    trial = Trial(policy, exercise.question.load, exercise.seconds)
-    trial.run()
-    return exercise.question.answer(trial)
+    return exercise.question.answer(serve(policy, exercise.question.load, exercise.seconds))

@@ -14,7 +14,7 @@ Rule = Callable[[Difference], str | None]
 
 def first_broken(difference: Difference, rules: Sequence[Rule]) -> tuple[str, str]:
     """The name of the first rule that is broken, and its sentence."""
-    for rule in (never_admitted, *rules):
+    for rule in (never_admitted, *rules, overtakes):
         sentence = rule(difference)
         if sentence:
             return rule.__name__, sentence
@@ -169,6 +169,21 @@ def too_many_prompt_tokens(difference: Difference) -> str | None:
     if total <= max_len:
         return None
     return f"The prompts of a batch have at most max_len = {max_len} tokens: yours have {total}."
+
+
+def overtakes(difference: Difference) -> str | None:
+    """The queue is in order of arrival, and its first request blocks the others."""
+    yours = difference.yours
+    queue = [i for i, state in difference.states.items() if not state.is_running]
+    for i in sorted(yours.admitted - difference.reference.admitted):
+        arrival = difference.states[i].arrival
+        for other in queue:
+            if other not in yours.admitted and difference.states[other].arrival < arrival:
+                return (
+                    f"Nobody passes the first of the queue: request {i} overtakes request "
+                    f"{other}, which arrived before it and waits."
+                )
+    return None
 
 
 def room_for_another_prompt(difference: Difference) -> str | None:

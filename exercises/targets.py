@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median, quantiles
 
+from cli.tables import format_table
 from exercises.given import TBT_SLO_S, batch_seconds, predict, seconds_without_attention
 from exercises.loads import Load
-from exercises.lockstep import Moment, Trial
+from exercises.lockstep import Moment, Trial, serve
 from exercises.problems import Problem
 from exercises.rules import amount
 from policies.iteration_time import BatchShape
 from scheduler import Request, SarathiServe, Scheduler
-from views.tables import format_table
 
 ROUNDING = 1e-9
 
@@ -24,25 +24,10 @@ ROUNDING = 1e-9
 def misses_the_slo(policy: type[Scheduler], load: Load) -> Problem | None:
     """A batch that takes longer than the SLO, or that leaves time for more of a prompt."""
     trial = Trial(policy, load, batch_seconds)
-    history = []
-    while not trial.has_ended:
-        trial.arrive()
-        states = trial.states
-        free_pages = trial.scheduler.pages.num_free
-        decision = trial.decide()
-        moment = Moment(
-            load=load,
-            iteration=len(history) + 1,
-            states=states,
-            free_pages=free_pages,
-            history=tuple(history),
-            yours=decision,
-        )
+    for moment in trial.play():
         problem = _slo_problem(trial, moment)
         if problem:
             return problem
-        history.append(decision)
-        trial.advance()
     return None
 
 
@@ -181,14 +166,14 @@ class Target:
 
 def misses_the_targets(policy: type[Scheduler], load: Load) -> Problem | None:
     """A target of exercise 10 that is missed, or a rule that is broken on the way."""
-    reference = serve(SarathiServe, load)
+    reference = serve(SarathiServe, load, seconds_without_attention)
     (long_one,) = (r for r in reference.requests if r.prompt_len >= LONG_PROMPT)
     disturbed = [
         request.id
         for request in reference.requests
         if request is not long_one and request.arrival < long_one.token_times[0]
     ]
-    trial = serve(policy, load)
+    trial = serve(policy, load, seconds_without_attention)
     yours = latencies(trial, long_one.id, disturbed)
     algorithm_3 = latencies(reference, long_one.id, disturbed)
     targets = [
@@ -229,13 +214,6 @@ def misses_the_targets(policy: type[Scheduler], load: Load) -> Problem | None:
     }
     table = format_table("seconds", rows)
     return Problem(first.name, sentence, details=table)
-
-
-def serve(policy: type[Scheduler], load: Load) -> Trial:
-    """The trial of a load that was served to its end. Raises PolicyError."""
-    trial = Trial(policy, load, seconds_without_attention)
-    trial.run()
-    return trial
 
 
 def latencies(trial: Trial, long_id: int, short_ids: Sequence[int]) -> Latencies:

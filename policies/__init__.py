@@ -11,66 +11,17 @@ from collections.abc import Callable, Mapping
 from inspect import getfullargspec, signature
 from typing import Any
 
-import scheduler
 from errors import check_type, shorten
 from kv_cache import Pages
-from policies.ablations import ChunkedOnly, HybridOnly
+from policies import ablations, dynamic, priority, remedies, today  # noqa: F401 (enter policies)
+from policies.cards import CARDS
 from policies.custom import MissingPolicyError, PolicyError, guard, guarded, load_policy
-from policies.dynamic import Dynamic
-from policies.priority import Priority
-from policies.remedies import (
-    PPAS,
-    VTC,
-    EqualProgress,
-    Peak,
-    ShortestUncached,
-    ThresholdUnderContention,
-    WaitForPrefix,
-)
-from policies.today import (
-    TGI,
-    VLLMV1,
-    FastGen,
-    HFTransformers,
-    Interval,
-    NanoVLLM,
-    NoEvict,
-    SGLang,
-    SGLangMixed,
-)
 from scheduler import Scheduler
 
-POLICIES: dict[str, type[Scheduler]] = {
-    "request-level": scheduler.RequestLevel,
-    "orca": scheduler.Orca,
-    "orca-best": scheduler.OrcaBest,
-    "vllm": scheduler.VLLM,
-    "sarathi": scheduler.Sarathi,
-    "sarathi-serve": scheduler.SarathiServe,
-    "chunked-only": ChunkedOnly,
-    "hybrid-only": HybridOnly,
-    "dynamic": Dynamic,
-    "priority": Priority,
-}
-TODAY: dict[str, type[Scheduler]] = {  # what engines decide today, and what their users ask for
-    "vllm-v1": VLLMV1,
-    "sglang": SGLang,
-    "sglang-mixed": SGLangMixed,
-    "no-evict": NoEvict,
-    "fastgen": FastGen,
-    "tgi": TGI,
-    "hf": HFTransformers,
-    "nano-vllm": NanoVLLM,
-    "interval": Interval,
-    "threshold-under-contention": ThresholdUnderContention,
-    "ppas": PPAS,
-    "equal-progress": EqualProgress,
-    "shortest-uncached": ShortestUncached,
-    "peak": Peak,
-    "wait-for-prefix": WaitForPrefix,
-    "vtc": VTC,
-}
-ALL_POLICIES = {**POLICIES, **TODAY}
+ALL_POLICIES = {name: card.cls for name, card in CARDS.items()}
+# what engines decide today, and what their users ask for
+TODAY = {name: card.cls for name, card in CARDS.items() if card.engine}
+POLICIES = {name: cls for name, cls in ALL_POLICIES.items() if name not in TODAY}
 
 
 def find_policy(name: str) -> type[Scheduler]:

@@ -2,18 +2,23 @@
 
 Read first: scheduler.py."""
 
-from scheduler import Batch, Request, SarathiServe
+from policies.cards import card
+from scheduler import Batch, Request, SarathiServe, Scheduler
 
 
-class HybridOnly(SarathiServe):
-    """Hybrid batches alone: with a budget of max_len, only prompts that share a batch are cut."""
+def add_prefills(scheduler: Scheduler, batch: Batch) -> None:
+    """Fill a batch with prefills: those that have begun, then new ones."""
+    for request in scheduler.prefilling():
+        batch.add(request)
+    while batch.left > 0 and (request := scheduler.admit()):
+        batch.add(request)
 
-    cuts_prompts = False
 
-    def token_budget(self, decodes: list[Request], prefills: list[Request]) -> int:
-        return self.max_len
-
-
+@card(
+    "chunked-only",
+    "#cc79a7",
+    note="ablation: chunks, in turn with decodes and never beside them",
+)
 class ChunkedOnly(SarathiServe):
     """Chunks alone: prefill and decode batches alternate."""
 
@@ -23,11 +28,22 @@ class ChunkedOnly(SarathiServe):
         decodes = self.grow_decodes()
         batch = Batch(self.chunk)
         if not (self.prefilled_last and decodes):
-            for request in self.prefilling():
-                batch.add(request)
-            while batch.left > 0 and (request := self.admit()):
-                batch.add(request)
+            add_prefills(self, batch)
         self.prefilled_last = bool(batch)
         if not batch:
             batch.add_decodes(decodes)
         return batch
+
+
+@card(
+    "hybrid-only",
+    "#009e73",
+    note="ablation: sarathi-serve with a budget of max_len: prompts stay nearly whole",
+)
+class HybridOnly(SarathiServe):
+    """Hybrid batches alone: with a budget of max_len, only prompts that share a batch are cut."""
+
+    cuts_prompts = False
+
+    def token_budget(self, decodes: list[Request], prefills: list[Request]) -> int:
+        return self.max_len

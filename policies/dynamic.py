@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from errors import check_list, check_positive, check_whole, shorten
+from policies.cards import card
 from policies.iteration_time import BatchShape, IterationTime
 from scheduler import Batch, Request, SarathiServe
 
@@ -20,6 +21,11 @@ def check_profile(profile: object) -> list[tuple[BatchShape, float]]:
     return rows
 
 
+@card(
+    "dynamic",
+    "#000000",
+    note="sarathi-serve, with as much prefill as is predicted to meet an SLO",
+)
 class Dynamic(SarathiServe):
     """Algorithm 3 with as much prefill beside the decodes as the SLO allows.
 

@@ -8,7 +8,7 @@ stays cached until its memory is needed. The least recently used page is evicted
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from itertools import chain, islice
 from weakref import WeakKeyDictionary
@@ -108,6 +108,11 @@ class CachedPages(PagesInRuns):
         for page, page_hash in zip(pages, hashes, strict=True):
             self._hash_of[page] = page_hash  # first, or an interrupt could leave a page for ever
             self._page_of.setdefault(page_hash, page)
+
+    def withdraw(self, pages: Iterable[int]) -> None:
+        """Let nobody find these pages, which are in block tables, any more."""
+        for page in filter(self.is_cached, pages):
+            del self._page_of[self._hash_of[page]]
 
     def match_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """The cached pages of these hashes, up to the first hash that has none."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 from errors import ArgumentError, check_one_of, check_positive, check_type, shorten
+from policies.cards import card
 from policies.dynamic import Dynamic
 from policies.iteration_time import BatchShape
 from request import Batch, Request, Service
@@ -60,17 +61,19 @@ class ClassQueue:
     """A queue ordered by class, and within a class by `deadline`, a function of a request.
 
     It has the methods of a deque that a scheduler uses, and costs little more. A deadline is
-    computed when a request joins. Every `ageing` seconds a waiting request rises by one class, so
-    that no class starves."""
+    computed when a request joins. Every `ageing` seconds a waiting request rises by one class, up
+    to the class `highest`, so that no class starves."""
 
     def __init__(
         self,
         deadline: Callable[[Request], float],
         ageing: float,
         clock: Callable[[], float],
+        highest: int = 0,
     ) -> None:
         self.deadline = deadline
         self.ageing = ageing
+        self.highest = highest
         self.clock = clock
         self._places: list[Place] = []  # sorted
         self._lifts: list[Lift] = []  # sorted
@@ -96,7 +99,8 @@ class ClassQueue:
         """The class of a request after the time that has passed since its arrival."""
         lifts = max(0.0, (self.clock() - request.arrival) / self.ageing)
         priority = request.service.priority
-        return priority - int(min(lifts, priority))  # `lifts` may be infinity
+        most_lifts = max(0, priority - self.highest)
+        return priority - int(min(lifts, most_lifts))  # `lifts` may be infinity
 
     def append(self, request: Request) -> None:
         """Let a request join its class."""
@@ -108,7 +112,7 @@ class ClassQueue:
 
     def _join(self, request: Request, request_class: int, deadline: float) -> None:
         lift_time = math.inf
-        if request_class > 0:
+        if request_class > self.highest:
             lifts = request.service.priority - request_class + 1
             lift_time = request.arrival + self.ageing * lifts
         place = Place(request_class, deadline, request.arrival, request.id, request)
@@ -130,22 +134,37 @@ class ClassQueue:
         self._entries.clear()
 
 
+@card(
+    "priority",
+    "#a422e6",
+    note="dynamic with classes and targets; urgent requests first, others are preempted",
+)
 class Priority(Dynamic):
     """Stall-free batching in which prefills are ordered by class, then by deadline.
 
     A deadline is arrival + TTFT target (`ttft_slo` seconds for requests without one) + the time of
     the request's own prefill. So a short prompt goes first, even if a long one has begun. Every
-    `ageing` seconds lift a request by one class. The token budget is dynamic where decodes have TBT
-    targets, and meets the tightest; else it is `chunk`. Requests of lower classes are preempted for
-    a realtime or high request at risk."""
+    `ageing` seconds lift a request by one class, up to `ageing_to`. In lasting overload all classes
+    that are lifted to one wait alike: with "realtime" none starves, and realtime requests wait as
+    long as low ones; with "normal" low ones wait no longer than normal ones, and realtime and high
+    ones do not pay for them. The token budget is dynamic where decodes have TBT targets, and meets
+    the tightest; else it is `chunk`. Requests of lower classes are preempted for a realtime or high
+    request at risk."""
 
     def __init__(
-        self, *args: Any, ttft_slo: float = 2.0, ageing: float = 30.0, **options: Any
+        self,
+        *args: Any,
+        ttft_slo: float = 2.0,
+        ageing: float = 30.0,
+        ageing_to: str = "realtime",
+        **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self.ttft_slo = check_positive("ttft_slo", ttft_slo)
         ageing = check_positive("ageing", ageing)
-        self._class_queue = ClassQueue(self.deadline, ageing, self.clock)
+        check_one_of("ageing_to", ageing_to, PRIORITIES)
+        highest = PRIORITIES.index(ageing_to)
+        self._class_queue = ClassQueue(self.deadline, ageing, self.clock, highest)
         self.waiting = cast("deque[Request]", self._class_queue)  # what is used of one
 
     def aged_class(self, request: Request) -> int:

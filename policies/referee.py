@@ -6,7 +6,7 @@ loads under a referee, and exercises/, which does without a simulator.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -105,10 +105,17 @@ def no_page_leaked(scheduler: Scheduler) -> Iterator[Breach]:
             yield Breach(owners, f"page {page} is in {tables}")
 
 
-def chunks_come_next(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
-    """A chunk holds the next tokens of a running request, and writes only to pages of its own."""
+def chunks_come_next(
+    scheduler: Scheduler, batch: Batch, admitted: Collection[int] = ()
+) -> Iterator[Breach]:
+    """A chunk holds the next tokens of a running request, and writes only to pages of its own.
+
+    Where a policy `shares_in_batch`, those `admitted` for this batch may read them, too."""
     pages = scheduler.pages
-    block_tables = Counter(page for request in scheduler.running for page in request.pages)
+    readers = scheduler.running
+    if scheduler.shares_in_batch:
+        readers = [request for request in readers if request.id not in admitted]
+    block_tables = Counter(page for request in readers for page in request.pages)
     has_chunk = set()
     for request, start, length in batch:
         computed = request.num_computed
@@ -123,7 +130,8 @@ def chunks_come_next(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
             yield Breach(request.id, observation)
         for page in request.pages[start // pages.page_size : pages.needed(end)]:
             is_cached = isinstance(pages, CachedPages) and pages.is_cached(page)
-            if block_tables[page] != 1 or is_cached:
+            others = block_tables[page] - (request in readers)
+            if others or (is_cached and not scheduler.shares_in_batch):
                 yield Breach(request.id, f"page {page} is written, and others read it")
         has_chunk.add(request)
 
@@ -163,7 +171,8 @@ class Referee(Observer):
         self.requests: dict[Request, None] = {}  # all that have not ended, in order of arrival
         self.tokens_in_vain = 0  # computed since the last new token
         self.max_batch = scheduler.max_batch  # before the policy can change it
-        self.running: set[int] = set()  # the ids of those that ran before
+        self.running: set[int] = set()  # the ids of those that run
+        self.have_run: set[int] = set()  # and of all that ever ran
         self.wasteful = ""  # the first time that a request was admitted for nothing, in words
         self.has_batch = False  # which was decided, and not advanced
         scheduler.observers.append(self)
@@ -225,7 +234,10 @@ class Referee(Observer):
 
     def _check_batch(self, batch: Batch) -> None:
         """Apply the rules of a batch."""
-        self._expect_none("chunks", chunks_come_next(self.scheduler, batch))
+        running = {request.id for request in self.scheduler.running}
+        admitted = running - self.running
+        self.running = running
+        self._expect_none("chunks", chunks_come_next(self.scheduler, batch, admitted))
         self._expect_none("no decode dropped", no_decode_dropped(self.scheduler, batch))
         if any(chunk.yields_token for chunk in batch):
             self.tokens_in_vain = 0
@@ -233,13 +245,12 @@ class Referee(Observer):
             self.tokens_in_vain += sum(chunk.length for chunk in batch)
         breaches = everybody_ends(list(self.requests), batch, self.tokens_in_vain)
         self._expect_none("everybody ends", breaches)
-        self._look_for_waste(batch)
+        self._look_for_waste(batch, running - self.have_run)
+        self.have_run |= running
 
-    def _look_for_waste(self, batch: Batch) -> None:
+    def _look_for_waste(self, batch: Batch, admitted: set[int]) -> None:
         """Note who was admitted when the budget was used up. No rule forbids that."""
         has_chunk = {chunk.request.id for chunk in batch}
-        admitted = {request.id for request in self.scheduler.running} - self.running
-        self.running |= admitted
         if admitted - has_chunk and batch.left <= 0 and not self.wasteful:
             self.wasteful = (
                 f"request {min(admitted - has_chunk)} is admitted when the budget is used up, and "

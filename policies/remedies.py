@@ -10,6 +10,7 @@ from itertools import accumulate, islice
 from typing import Any
 
 from errors import check_whole
+from policies.cards import card
 from policies.pages import CachedPages
 from policies.today import VLLMV1
 from scheduler import Admission, Batch, Request, SarathiServe
@@ -17,13 +18,20 @@ from scheduler import Admission, Batch, Request, SarathiServe
 WINDOW = 64  # so many waiting requests are looked at: a queue may be long, a decision may not
 
 
+@card(
+    "threshold-under-contention",
+    "#40871d",
+    note="like sarathi-serve, with at most a quarter of the budget for a prompt while another one "
+    "waits",
+    engine="proposed",
+    version="vLLM #57413",
+)
 class ThresholdUnderContention(SarathiServe):
     """Algorithm 3 that caps a prefill only while another one waits or runs.
 
-    vLLM's threshold cuts a lonely prompt, too, and leaves budget empty. Here the cap is a quarter
-    of the budget by default, and costs nothing to a prompt that has the engine to itself. In
-    vLLM's single pass that prompt would then take the budget before younger decodes: so decodes
-    must come first.
+    The cap is a quarter of the budget by default, and costs nothing to a prompt that has the engine
+    to itself. vLLM 0.33.0 spares a lonely prompt, too, but cuts one that only decodes are beside.
+    Here it has all that the decodes leave.
     Source: vllm-project/vllm issue #57413, a comment there: 4,096 tokens of 16,384."""
 
     def __init__(
@@ -48,6 +56,13 @@ class ThresholdUnderContention(SarathiServe):
         return batch
 
 
+@card(
+    "ppas",
+    "#1d3787",
+    note="like sarathi-serve, with a quarter of the budget while prompts press on decodes",
+    engine="proposed",
+    version="vLLM #52906",
+)
 class PPAS(VLLMV1):
     """P-PAS: vLLM V1 with a smaller budget while two prefills or more press on some decodes.
 
@@ -66,13 +81,53 @@ class PPAS(VLLMV1):
             self.pressed_budget = check_whole("pressed_budget", pressed_budget, minimum=1)
 
     def token_budget(self) -> int:
-        num_prefills = len(self.prefilling())
+        num_prefills = sum([request.num_computed < request.prompt_len for request in self.running])
         num_decodes = len(self.running) - num_prefills
         if num_decodes > 0 and num_prefills + len(self.waiting) >= 2:
             return min(self.pressed_budget, self.chunk)
         return self.chunk
 
 
+@card(
+    "small-chunks-wait",
+    "#3cfde6",
+    note="like sarathi-serve, but a chunk of a few tokens waits until more of the budget is left",
+    engine="proposed",
+    version="vLLM #54145",
+)
+class SmallChunksWait(SarathiServe):
+    """Algorithm 3 in which a small chunk waits until it is worth its iteration.
+
+    If the decodes leave fewer than `least_chunk` tokens of the budget, a quarter of it by default,
+    there is no prefill, but at most `max_delay` times in a row. A chunk of a few tokens reads all
+    that came before it in its prompt, and makes all answers wait for that.
+    Source: vllm-project/vllm PR #54145."""
+
+    def __init__(
+        self, *args: Any, least_chunk: int | None = None, max_delay: int = 8, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self.least_chunk = max(1, self.chunk // 4)
+        if least_chunk is not None:
+            self.least_chunk = check_whole("least_chunk", least_chunk, minimum=1)
+        self.max_delay = check_whole("max_delay", max_delay, minimum=0)
+        self.delay = 0
+
+    def token_budget(self, decodes: list[Request], prefills: list[Request]) -> int:
+        too_small = self.chunk - len(decodes) < self.least_chunk
+        has_prefill = bool(prefills or self.waiting)
+        waits = bool(decodes) and has_prefill and too_small and self.delay < self.max_delay
+        self.delay = self.delay + 1 if waits else 0
+        return len(decodes) if waits else self.chunk
+
+
+@card(
+    "equal-progress",
+    "#ed77f8",
+    note="like sarathi-serve, with up to 4 prompts in equal shares of the budget",
+    engine="proposed",
+    version="TensorRT-LLM 02a10fed",
+)
 class EqualProgress(SarathiServe):
     """Algorithm 3 with up to `max_prefills` prefills at once, in equal shares of the budget.
 
@@ -105,6 +160,13 @@ def uncomputed(request: Request) -> int:
     return len(request.tokens) - request.num_computed
 
 
+@card(
+    "shortest-uncached",
+    "#9b089b",
+    note="like sarathi-serve, the prompt with the fewest tokens left first",
+    engine="proposed",
+    version="SGLang #40024",
+)
 class ShortestUncached(SarathiServe):
     """Algorithm 3 in which the request with the fewest uncached tokens goes first.
 
@@ -141,6 +203,12 @@ class ShortestUncached(SarathiServe):
         return sorted(rows, key=lambda row: row[:2])
 
 
+@card(
+    "peak",
+    "#9b085e",
+    engine="proposed",
+    version="LightLLM 05936590",
+)
 class Peak(SarathiServe):
     """Algorithm 3 that admits a request if the largest memory ever needed still fits.
 
@@ -149,7 +217,8 @@ class Peak(SarathiServe):
     and as many tokens more as it generates. That admits more than prompt + output for each, and
     preempts seldom: only a slow prefill makes others meet later than was reckoned.
     Source: ModelTC/lightllm lightllm/server/router/req_queue/chunked_prefill/impl.py @05936590,
-    `_can_add_new_req`; that estimates the outputs, and this takes max_new_tokens."""
+    `_can_add_new_req`. Differs from theirs: it estimates the outputs, and this takes
+    max_new_tokens; it lengthens each by the chunks that are left of the prompt, and by 6 tokens."""
 
     watermark_percent = 0
 
@@ -158,8 +227,8 @@ class Peak(SarathiServe):
         admission = super().room_for(request)
         if admission is None or not self.running:
             return admission
-        fits = self.peak_tokens([*self.running, request]) <= self.pages.total * self.pages.page_size
-        return admission if fits else None
+        peak = self.peak_tokens([*self.running, request])
+        return admission if peak < self.pages.total * self.pages.page_size else None
 
     def peak_tokens(self, requests: Sequence[Request]) -> int:
         """The most tokens of memory that they ever hold together, each with a page not full."""
@@ -176,6 +245,12 @@ class Peak(SarathiServe):
         )
 
 
+@card(
+    "wait-for-prefix",
+    "#1f3051",
+    engine="proposed",
+    version="TensorRT-LLM 02a10fed",
+)
 class WaitForPrefix(SarathiServe):
     """Algorithm 3 in which a prompt waits while another one computes the beginning they share.
 
@@ -209,6 +284,12 @@ class WaitForPrefix(SarathiServe):
         return hashes
 
 
+@card(
+    "vtc",
+    "#a297d8",
+    engine="proposed",
+    version="VTC-artifact 14c19b70",
+)
 class VTC(SarathiServe):
     """Virtual token counter: Algorithm 3 that is fair between users, not between requests.
 
@@ -231,21 +312,22 @@ class VTC(SarathiServe):
         if others and request.service.user not in others:
             least = min([self.served[user] for user in others])
             self.served[request.service.user] = max(self.served[request.service.user], least)
+        self.served[request.service.user] += 0  # known from now on: the first of equals is served
         super().add(request)
 
     def admit(self) -> Request | None:
         if self.waiting and len(self.running) < self.max_batch:
-            first = min(self.waiting, key=self.tokens_served)  # of equals the first
+            firsts: dict[str, Request] = {}
+            for request in self.waiting:
+                firsts.setdefault(request.service.user, request)
+            users = [user for user in self.served if user in firsts]
+            first = firsts[min(users, key=self.served.__getitem__)]
             self.waiting.remove(first)
             self.waiting.appendleft(first)
         request = super().admit()
         if request and not request.preemptions:
             self.served[request.service.user] += self.PROMPT_PRICE * request.prompt_len
         return request
-
-    def tokens_served(self, request: Request) -> float:
-        """The counter of its user."""
-        return self.served[request.service.user]
 
     def advance(
         self, batch: Batch, tokens: Sequence[int | None], now: float

@@ -1,37 +1,113 @@
 """What the engines of today decide: the rule of each as a policy beside the papers'.
 
-Each rule was read in the engine's source; the docstring names the file, and the commit where it is
-known. The code is this repository's own, and plainer than theirs: no encoders, no adapters, no
-speculation, no second GPU. Where a rule is simplified, its docstring says so.
+Each rule was read in the engine's source. The docstring names the file, and the commit or version
+where it is known. The code is this repository's own, and plainer than theirs: no encoders, no
+adapters, no speculation, no second GPU. "Differs from theirs" says what is left out.
 
-`python bench.py today` shows them side by side. Read first: scheduler.py. Read next: remedies.py,
-what their users propose; README.md beside this file, the tables and pictures."""
+`python bench.py today` shows them side by side, and `python -m tests.beside vllm-v1` holds one
+beside the engine itself. Read first: scheduler.py. Read next: remedies.py, what their users
+propose; README.md beside this file, the tables and pictures."""
 
 import sys
+from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from errors import check_number, check_whole
-from scheduler import VLLM, Admission, Batch, Request, SarathiServe, Scheduler
+from errors import check_bool, check_number, check_whole
+from policies.ablations import add_prefills
+from policies.cards import card
+from policies.pages import CachedPages
+from scheduler import VLLM, Admission, Batch, Chunk, Request, SarathiServe, Scheduler
 
 
-class VLLMV1(Scheduler):
-    """vLLM V1: one pass over all that run, in order of admission, then the queue.
+class Recomputing(Scheduler):
+    """What engines share that count the recomputation of a victim as a prefill, to its last token.
 
-    There are no phases: a decode is a chunk of one token. `long_prefill_token_threshold` caps each
-    chunk (0: no cap). A request is admitted if all its tokens fit, but gets memory chunk by chunk:
-    that admits more, and preempts more. vLLM leaves the queue alone in a step that has preempted;
-    that follows, as the one preempted last is then in front, and does not fit. No decode is ever
-    left out: who joins takes what those before it leave, and they never take more later.
-    Source: vllm/v1/core/sched/scheduler.py of vLLM 0.22.1, as copied in TimoSaemann/ppas-vllm
-    @9ec75bc4 scheduler/scheduler_org.py, `schedule`, with scheduler_reserve_full_isl. One page may
-    be computed again where vLLM finds it: see Scheduler.plan_admission on the last two tokens."""
+    Its last token may come in a batch of prefills. `Request.is_decoding` calls that a decode, so
+    the referee would miss the other decodes."""
 
+    drops_decodes = True
     cuts_prompts = True
 
-    def __init__(self, *args: Any, long_prefill_token_threshold: int = 0, **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.prefill_end: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+
+    def is_prefilling(self, request: Request) -> bool:
+        """Whether tokens are left that a running request had when it was admitted."""
+        return request.num_computed < self.prefill_end[request]
+
+    def prefilling(self) -> list[Request]:
+        return [request for request in self.running if self.is_prefilling(request)]
+
+    def admit(self) -> Request | None:
+        request = super().admit()
+        if request:
+            self.prefill_end[request] = len(request.tokens)
+        return request
+
+    def reserved(self, request: Request) -> int:
+        return len(request.tokens)
+
+    def rank(self, request: Request) -> tuple[float, ...]:
+        """The one that was admitted last is preempted first."""
+        return (self.running.index(request),)
+
+    def cached_pages(self, request: Request) -> list[int]:
+        """The cached pages that hold the first tokens of a waiting request: all but its last."""
+        if not isinstance(self.pages, CachedPages):
+            return []
+        usable_pages = (len(request.tokens) - 1) // self.pages.page_size
+        return self.pages.match_prefix(self.pages.hashes(request)[:usable_pages])
+
+    def plan_admission(self, request: Request) -> Admission:
+        cached_pages = self.cached_pages(request)
+        new_pages = self.pages.needed(len(request.tokens)) - len(cached_pages)
+        return Admission(cached_pages, new_pages)
+
+
+@card("vllm-v1", "#1616f3", engine="vLLM V1", version="0.33.0", equal="1,192 of 1,200")
+class VLLMV1(Recomputing):
+    """vLLM V1: one pass over all that run, in order of admission, then the queue.
+
+    There are no phases: a decode is a chunk of one token. A request is admitted if all its tokens
+    fit, but gets memory chunk by chunk: that admits more, and preempts more. Nobody is admitted in
+    a step that has preempted. No decode is ever left out: who joins takes what those before it
+    leave, and they never take more later. With prefix caching, the pages that a step computes are
+    found in that very step: a burst with one system prompt computes it once.
+
+    `long_prefill_token_threshold` caps each chunk, unless a request is alone (0: no cap).
+    `long_prefill_token_threshold_adaptive` caps at a fair share of the budget, if that is more.
+    After a step with prefill, others wait for `prefill_schedule_interval` - 1 steps while somebody
+    decodes, unless the last prefills left some in the queue. vLLM 0.22.1, of spring 2026, has
+    neither of these two, and caps a lonely prompt, too.
+    Source: vllm/v1/core/sched/scheduler.py of vLLM 0.33.0, `schedule`, and its kv_cache_manager.py,
+    with the defaults watermark = 0 and scheduler_reserve_full_isl.
+    Differs from theirs: of two pages with the same tokens only the first is found; and of a victim
+    of whose tokens one is left, the interval does not make this one wait."""
+
+    shares_in_batch = True
+    drops_decodes = False
+
+    def __init__(
+        self,
+        *args: Any,
+        long_prefill_token_threshold: int = 0,
+        long_prefill_token_threshold_adaptive: bool = False,
+        prefill_schedule_interval: int = 1,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         threshold = long_prefill_token_threshold
         self.threshold = check_whole("long_prefill_token_threshold", threshold, minimum=0)
+        self.adaptive = long_prefill_token_threshold_adaptive
+        check_bool("long_prefill_token_threshold_adaptive", self.adaptive)
+        self.interval = check_whole(
+            "prefill_schedule_interval", prefill_schedule_interval, minimum=1
+        )
+        self.limit = sys.maxsize  # tokens of one request in the next batch
+        self.steps = self.interval  # since the last one with prefill
+        self.left_waiting = False  # whether the last prefills left some in the queue
 
     def token_budget(self) -> int:
         """How many tokens the next batch may have."""
@@ -39,30 +115,58 @@ class VLLMV1(Scheduler):
 
     def prefill_limit(self) -> int:
         """How many tokens of one request the next batch may have."""
-        return self.threshold or sys.maxsize
+        requests = len(self.running) + len(self.waiting)
+        if not self.threshold or requests < 2:
+            return sys.maxsize
+        return max(self.threshold, self.chunk // requests) if self.adaptive else self.threshold
 
     def schedule(self) -> Batch:
         self.batch = batch = Batch(self.token_budget())  # room_for looks at what is left of it
-        limit = self.prefill_limit()
-        page_size = self.pages.page_size
+        self.limit = self.prefill_limit()
+        preempted_before = len(self.preempted)
+        decodes = len(self.running) > len(self.prefilling())
+        only_decodes = self.steps < self.interval and decodes and not self.left_waiting
+        has_prefill = False
         for request in self.running[:]:
+            is_prefill = self.is_prefilling(request)
             if batch.left == 0:
                 break
-            end = len(request.tokens)
-            if end > len(request.pages) * page_size:  # but its next chunk may end before
-                self.grow(request, min(end, request.num_computed + min(limit, batch.left)))
+            if only_decodes and is_prefill:
+                continue
+            length = len(request.tokens) - request.num_computed
+            self.grow(request, request.num_computed + min(length, self.limit, batch.left))
             if request.pages:  # if not, it was preempted
-                batch.add(request, limit)
-        while batch.left > 0 and (request := self.admit()):
-            batch.add(request, limit)
+                self.add_chunk(batch, request)
+                has_prefill |= is_prefill
+        if len(self.preempted) == preempted_before:
+            has_prefill |= self.add_waiting(batch, only_decodes)
+        self.steps = 1 if has_prefill else self.steps + 1
         return batch
 
-    def rank(self, request: Request) -> tuple[float, ...]:
-        """The one that was admitted last is preempted first."""
-        return (self.running.index(request),)
+    def add_waiting(self, batch: Batch, only_decodes: bool) -> bool:
+        """Admit who fits. Returns whether there was more than a last token to compute."""
+        has_prefill = False
+        while batch.left > 0 and self.waiting:
+            head = self.waiting[0]
+            uncached = len(head.tokens) - self.cached_tokens_of_head()
+            if only_decodes and uncached > 1 or not self.admit():
+                break
+            self.add_chunk(batch, head)
+            has_prefill |= uncached > 1
+        if not only_decodes:
+            self.left_waiting = bool(self.waiting)
+        return has_prefill
 
-    def reserved(self, request: Request) -> int:
-        return len(request.tokens)
+    def add_chunk(self, batch: Batch, request: Request) -> None:
+        """Add the next chunk, and let those who are admitted behind it find its pages."""
+        if batch.add(request, self.limit) and isinstance(self.pages, CachedPages):
+            filled = self.filled_pages(batch[-1])
+            self.pages.publish(request.pages[filled], self.pages.hashes(request)[filled])
+
+    def filled_pages(self, chunk: Chunk) -> slice:
+        """Which pages of its request are full when a chunk is computed, and were not before."""
+        page_size = self.pages.page_size
+        return slice(chunk.start // page_size, chunk.end // page_size)
 
     def room_for(self, request: Request) -> Admission | None:
         """As in Scheduler, for all of the request; but it gets the pages of its first chunk."""
@@ -71,18 +175,48 @@ class VLLMV1(Scheduler):
             return None
         cached_pages = len(admission.cached_pages)
         start = cached_pages * self.pages.page_size
-        limit = max(0, min(self.prefill_limit(), self.batch.left))
+        limit = max(0, min(self.limit, self.batch.left))
         end = min(start + limit, len(request.tokens))
         return Admission(admission.cached_pages, self.pages.needed(end) - cached_pages)
 
+    def preempt(self, request: Request) -> None:
+        self.withdraw(request)
+        super().preempt(request)
 
+    def finish(self, request: Request, reason: str) -> None:
+        if reason == "abort":
+            self.withdraw(request)
+        super().finish(request, reason)
+
+    def withdraw(self, request: Request) -> None:
+        """Take back the pages of a chunk that will not be computed, as of one that is aborted.
+
+        That matters after an iteration that failed. Who has found the pages is preempted."""
+        for chunk in self.batch:
+            if chunk.request is request and request.num_computed == chunk.start:
+                pages = set(request.pages[self.filled_pages(chunk)])
+                if isinstance(self.pages, CachedPages):
+                    self.pages.withdraw(pages)
+                for reader in self.running[:]:
+                    if reader is not request and not pages.isdisjoint(reader.pages):
+                        self.preempt(reader)
+
+
+@card(
+    "interval",
+    "#f316a9",
+    note="4 batches of decodes after each batch of prefill, never both together",
+    engine="proposed",
+    version="SGLang 0.5.23",
+)
 class Interval(SarathiServe):
     """`every` decode batches after each prefill batch: 0 is prefill first, 1 is chunked-only.
 
     A prefill batch has chunks of at most `chunk` tokens together, and no decode. So `every` trades
     the time of a first token for the gaps between the others.
-    Source: SGLang's --prefill-decode-interval (0 by default),
-    python/sglang/srt/managers/scheduler.py, `_should_defer_prefill`."""
+    Source: SGLang's --prefill-decode-interval, python/sglang/srt/managers/scheduler.py,
+    `_should_defer_prefill`. Differs from theirs: 0.5.23 has --prefill-decode-interval-min-bs, too,
+    decodes below which nothing is deferred, and it is 0 by default."""
 
     def __init__(self, *args: Any, every: int = 4, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -94,10 +228,7 @@ class Interval(SarathiServe):
         if self.decode_batches < self.every:
             batch.add_decodes(self.grow_decodes())
         if not batch:
-            for request in self.prefilling():
-                batch.add(request)
-            while batch.left > 0 and (request := self.admit()):
-                batch.add(request)
+            add_prefills(self, batch)
             self.decode_batches = -1 if batch else self.decode_batches
         if not batch:
             batch.add_decodes(self.grow_decodes())
@@ -105,6 +236,7 @@ class Interval(SarathiServe):
         return batch
 
 
+@card("sglang", "#0bcb0b", engine="SGLang", version="0.5.23")
 class SGLang(Interval):
     """SGLang: prefill first and alone, admission by a guess of how long the outputs become.
 
@@ -112,9 +244,11 @@ class SGLang(Interval):
     falls with each decode batch, from 0.7 to 0.098 in 600, and rises to what was used when one must
     be retracted: the one with the fewest outputs, of equals the longest prompt. It trades stalls
     for early first tokens, and the risk of retractions for larger batches.
-    Source: sgl-project/sglang python/sglang/srt/managers/schedule_policy.py @00550cd1,
-    `PrefillAdder.add_one_req`; schedule_batch.py, `retract_decode`; global_config.py. Simplified:
-    a request admitted in this batch counts like those that run; a retracted one waits in front."""
+    Source: sgl-project/sglang 0.5.23 python/sglang/srt/managers/schedule_policy.py,
+    `PrefillAdder.add_one_req`; schedule_batch.py, `retract_decode`; environ.py.
+    Differs from theirs: a request admitted in this batch counts like those that run; a retracted
+    one waits in front; a request with ignore_eos, as in benchmarks, counts there with all its
+    output, and without a radix cache by another rule: see Peak for one like it."""
 
     INIT_RATIO = 0.7
     MIN_RATIO = 0.7 * 0.14
@@ -130,12 +264,11 @@ class SGLang(Interval):
 
     def output_left(self, request: Request) -> int:
         """How many tokens it may still generate, at most MAX_GUESS."""
-        return min(
-            self.MAX_GUESS, request.prompt_len + request.max_new_tokens - len(request.tokens)
-        )
+        output_left = request.prompt_len + request.max_new_tokens - len(request.tokens)
+        return min(self.MAX_GUESS, output_left)
 
     def room_for(self, request: Request) -> Admission | None:
-        """As in Scheduler, if there is room for the outputs, too, and for a page more."""
+        """As in Scheduler, if more is free than the outputs are expected to need, and a page."""
         admission = super().room_for(request)
         if admission is None or not self.running:
             return admission
@@ -143,7 +276,7 @@ class SGLang(Interval):
         expected += self.output_left(request) + self.pages.page_size
         taken_pages = admission.new_pages + self.pages.count_free(admission.cached_pages)
         free_tokens = (self.pages.num_free - taken_pages) * self.pages.page_size
-        return admission if expected <= free_tokens else None
+        return admission if expected < free_tokens else None
 
     def grow_decodes(self) -> list[Request]:
         """As in Scheduler, and adapts the ratio."""
@@ -164,6 +297,68 @@ class SGLang(Interval):
         return -outputs, request.prompt_len, request.arrival, request.id
 
 
+@card("free-slots", "#442082", engine="SGLang, --min-free-slots", version="0.5.23")
+class FreeSlots(SGLang):
+    """SGLang that admits nobody while fewer than `min_free_slots` slots of max_batch are free.
+
+    So prompts begin together, and running answers are interrupted once instead of often; who comes
+    first waits for the others' places.
+    Source: python/sglang/srt/managers/min_free_slots_delayer.py of sglang 0.5.23, `should_delay`.
+    It is off there by default, but for one family of models."""
+
+    def __init__(self, *args: Any, min_free_slots: int = 4, **options: Any) -> None:
+        super().__init__(*args, **options)
+        least = check_whole("min_free_slots", min_free_slots, minimum=1)
+        self.min_free_slots = min(least, self.max_batch)
+        self.delays = False
+
+    def schedule(self) -> Batch:
+        free_slots = self.max_batch - len(self.running)
+        self.delays = bool(self.running) and free_slots < self.min_free_slots
+        return super().schedule()
+
+    def admit(self) -> Request | None:
+        return None if self.delays else super().admit()
+
+
+@card("lmdeploy", "#f1c26b", engine="LMDeploy, PyTorch engine", version="053945e0")
+class LMDeploy(SarathiServe):
+    """LMDeploy: prefill and decode in turn, and a prefill only if it pays.
+
+    It pays if the queue holds a budget of tokens, if fewer than half of max_batch run, or after
+    `prefill_interval` decode batches. So prompts collect to full batches, and few answers are
+    interrupted; a single short prompt waits for 16 tokens of the others.
+    Source: InternLM/lmdeploy lmdeploy/pytorch/engine/inputs_maker.py @053945e0,
+    `do_prefill_default`. Differs from theirs: short prompts do not take turns with a long one."""
+
+    watermark_percent = 0
+
+    def __init__(self, *args: Any, prefill_interval: int = 16, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.interval = check_whole("prefill_interval", prefill_interval, minimum=1)
+        self.decode_batches = 0  # since the last prefill batch, or since somebody waits
+
+    def prefill_pays(self) -> bool:
+        """Whether the next batch is one of prefill, if anybody decodes."""
+        if self.prefilling() or self.decode_batches >= self.interval:
+            return True
+        if 2 * len(self.running) < self.max_batch:
+            return True
+        tokens = accumulate(len(request.tokens) for request in self.waiting)
+        return any(total >= self.chunk for total in tokens)
+
+    def schedule(self) -> Batch:
+        batch = Batch(self.chunk)
+        decodes = self.grow_decodes()
+        if not decodes or self.prefill_pays():
+            add_prefills(self, batch)
+        self.decode_batches = 0 if batch or not self.waiting else self.decode_batches + 1
+        if not batch:
+            batch.add_decodes(decodes)
+        return batch
+
+
+@card("sglang-mixed", "#5fdd7f", engine="SGLang, mixed chunks", version="0.5.23")
 class SGLangMixed(SGLang):
     """SGLang with --enable-mixed-chunk: the decodes ride along in the prefill batch.
 
@@ -175,11 +370,18 @@ class SGLangMixed(SGLang):
         return SarathiServe.schedule(self)
 
 
+@card(
+    "no-evict",
+    "#34511f",
+    engine="TensorRT-LLM; mini-sglang's admission",
+    version="02a10fed; 20fcd7f",
+)
 class NoEvict(SarathiServe):
     """TensorRT-LLM's GUARANTEED_NO_EVICT: memory for prompt and output at admission.
 
     So nobody is ever preempted, and a request with a huge max_new_tokens keeps others out. That is
-    the default of TensorRT-LLM, and the rule of mini-sglang. Batches are those of Algorithm 3.
+    the default of TensorRT-LLM, and the rule of mini-sglang. Batches are those of Algorithm 3;
+    mini-sglang's are prefill first and alone.
     Source: NVIDIA/TensorRT-LLM cpp/tensorrt_llm/batch_manager/capacityScheduler.cpp @02a10fed,
     `GuaranteedNoEvictScheduler`."""
 
@@ -189,6 +391,7 @@ class NoEvict(SarathiServe):
         return request.prompt_len + request.max_new_tokens
 
 
+@card("fastgen", "#bbcb0b", engine="DeepSpeed-FastGen", version="MII 40dc4476")
 class FastGen(SarathiServe):
     """DeepSpeed-FastGen, Dynamic SplitFuse: Algorithm 3 in which a decode without memory waits.
 
@@ -196,7 +399,8 @@ class FastGen(SarathiServe):
     loses its memory and goes to the back of the queue. It trades an answer that stands still for
     fewer tokens that are computed twice.
     Source: microsoft/DeepSpeed-MII mii/batching/ragged_batching.py @40dc4476,
-    `_do_schedule_requests` and `reset_request_status`."""
+    `_do_schedule_requests` and `reset_request_status`.
+    Differs from theirs: a prompt that has begun has memory for its rest here, and cannot stall."""
 
     drops_decodes = True
     watermark_percent = 0
@@ -225,14 +429,21 @@ class FastGen(SarathiServe):
         return batch
 
 
+@card(
+    "tgi",
+    "#51341f",
+    engine="Text Generation Inference, whole prompts",
+    version="1d0847a9",
+)
 class TGI(VLLM):
     """Text Generation Inference without chunks: whole prompts interrupt only if they are many.
 
     A prefill batch is made if the waiting requests are at least `waiting_served_ratio` of those
     that run, or if `max_waiting_tokens` decode batches have passed; between two there is a decode
-    batch. Memory is reserved for prompt and output. It trades first tokens for fewer interruptions.
+    batch, except after the first one of an idle engine. Memory is reserved for prompt and output.
+    It trades first tokens for fewer interruptions.
     Source: huggingface/text-generation-inference backends/v3/src/backend.rs @1d0847a9,
-    `batching_task`; queue.rs. Simplified: it also asks whether so many fit at once."""
+    `batching_task`; queue.rs. Differs from theirs: it also asks whether so many fit at once."""
 
     watermark_percent = 0
 
@@ -249,52 +460,130 @@ class TGI(VLLM):
         )
         self.max_waiting = check_whole("max_waiting_tokens", max_waiting_tokens, minimum=1)
         self.decode_batches = 0  # since the last prefill batch
+        self.was_idle = True  # before the last batch
 
     def reserved(self, request: Request) -> int:
         return request.prompt_len + request.max_new_tokens
 
     def schedule(self) -> Batch:
         batch = Batch(self.max_len)
+        is_idle = not self.running
         many_wait = len(self.waiting) >= int(len(self.running) * self.ratio)
         many_wait = many_wait or self.decode_batches + 1 >= self.max_waiting
-        if not self.running or (self.decode_batches and many_wait):
+        if is_idle or (many_wait and (self.decode_batches or self.was_idle)):
             while self.head_fits(batch) and (request := self.admit()):
                 batch.add(request)
+        self.was_idle = is_idle
         self.decode_batches = 0 if batch else self.decode_batches + 1
         for request in [] if batch else self.running:
             batch.add(request)  # all memory is reserved: no decode needs a page
         return batch
 
 
-class HFTransformers(SarathiServe):
-    """Hugging Face transformers, continuous batching: Algorithm 3 with a margin of memory.
+@card("hf", "#7777f8", engine="Hugging Face transformers", version="5.23.0", equal="400 of 400")
+class HFTransformers(Recomputing):
+    """Hugging Face transformers, continuous batching: decodes, prefills, then the queue.
 
-    While fewer than `margin_percent` of the pages are free, no new request begins, unless nothing
-    else runs. It trades batch size for fewer preemptions.
-    Source: huggingface/transformers src/transformers/generation/continuous_batching/scheduler.py
-    @028fa539, `FIFOScheduler` (20 % there; 15 % in the documentation of version 5). Simplified: a
-    prefill that has begun has its memory here, and goes on."""
-
-    watermark_percent = 0
+    Memory comes chunk by chunk. Who finds none is starved: it is left out, and the others go on.
+    After the batch, starved requests lose their memory, the newest first, until the rest can go on
+    in the next one. They wait at the back, and nobody begins until a request has ended. While fewer
+    than `margin_percent` of the pages are free, only the first prefill of a batch without decodes
+    goes on. It trades batch size for fewer preemptions.
+    Source: transformers/generation/continuous_batching/ of transformers 5.23.0, `FIFOScheduler` in
+    scheduler.py, `offload_requests` in offloading_manager.py, without memory on the CPU.
+    Differs from theirs: `max_batch` there limits a batch, not who runs: with starved requests more
+    may run. A cached page is shared only by who is admitted at once."""
 
     def __init__(self, *args: Any, margin_percent: int = 15, **options: Any) -> None:
         super().__init__(*args, **options)
         self.margin_percent = check_whole("margin_percent", margin_percent, minimum=0)
+        self.queue_is_closed = False  # since a preemption, until a request ends
+        self.left = 0  # tokens of the budget, for the one that is admitted
 
-    def admit(self) -> Request | None:
-        if self.running and self.pages.num_free * 100 < self.pages.total * self.margin_percent:
+    def schedule(self) -> Batch:
+        batch, starved = self.fill()
+        while starved and self.relieve(starved) and not batch:
+            batch, starved = self.fill()
+        return batch
+
+    def fill(self) -> tuple[Batch, list[tuple[Request, int]]]:
+        """A batch, and the starved requests, each with the number of pages that it lacks."""
+        batch = Batch(self.chunk)
+        starved: list[tuple[Request, int]] = []
+        prefills = self.prefilling()
+        decodes = [request for request in self.running if request not in prefills]
+        within_margin = self.pages.num_free * 100 >= self.pages.total * self.margin_percent
+        is_closed = self.queue_is_closed and self.running
+        for request in [*decodes, *prefills, *([] if is_closed else self.waiting)]:
+            is_held = not within_margin and batch and request not in decodes
+            if batch.left == 0 or len(batch) == self.max_batch or is_held:
+                break
+            self.left = batch.left
+            if not request.pages:
+                if self.pages.num_free == 0:
+                    break
+                if self.admit_this(request):
+                    batch.add(request)
+                continue
+            end = min(len(request.tokens), request.num_computed + batch.left)
+            missing_pages = max(0, self.pages.needed(end) - len(request.pages))
+            if missing_pages > self.pages.num_free:
+                starved.append((request, missing_pages))
+            else:
+                self.grow(request, end)
+                batch.add(request)
+        return batch, starved
+
+    def admit_this(self, request: Request) -> Request | None:
+        """Admit a request from anywhere in the queue, if it fits."""
+        if self.room_for(request) is None:
             return None
-        return super().admit()
+        self.waiting.remove(request)
+        self.waiting.appendleft(request)
+        return self.admit()
+
+    def plan_admission(self, request: Request) -> Admission:
+        """As in Scheduler, with memory for what is left of the budget."""
+        cached_pages = self.cached_pages(request)
+        start = len(cached_pages) * self.pages.page_size
+        end = min(len(request.tokens), start + self.left)
+        return Admission(cached_pages, self.pages.needed(end) - len(cached_pages))
+
+    def relieve(self, starved: list[tuple[Request, int]]) -> bool:
+        """Preempt starved requests, the newest first, until the others get the pages they lack.
+
+        Returns whether anybody was preempted."""
+        victims: list[Request] = []
+        while starved and len(self.running) > 1:
+            if sum([missing_pages for _, missing_pages in starved]) <= self.pages.num_free:
+                break
+            victim, _ = starved.pop()
+            self.preempt(victim)
+            victims.append(victim)
+        for victim in reversed(victims):
+            self.waiting.remove(victim)
+            self.waiting.append(victim)
+            self.queue_is_closed = True
+        return bool(victims)
+
+    def finish(self, request: Request, reason: str) -> None:
+        super().finish(request, reason)
+        if reason != "abort":
+            self.queue_is_closed = False
 
 
-class NanoVLLM(VLLM):
+@card("nano-vllm", "#35d4d4", engine="nano-vLLM", version="bb823b3", equal="777 of 800")
+class NanoVLLM(Recomputing, VLLM):
     """nano-vLLM: a batch is prefill or decode, prefill first, and only its first prompt is cut.
 
     A prompt behind it must fit into what is left of the budget as a whole. That keeps the code
     short; short prompts wait behind a long one, and all decodes wait for both.
-    Source: GeeeekExplorer/nano-vllm nanovllm/engine/scheduler.py, `schedule`."""
+    Source: GeeeekExplorer/nano-vllm nanovllm/engine/scheduler.py @bb823b3, `schedule`.
+    Differs from theirs: `max_batch` there limits a batch, not who runs. With C = 1, B = 1, 2 pages
+    of 2 and prompts of 1 + 2 and 1 + 1 tokens, it prefills the second beside the running first.
+    With prefix caching, the newest of two copies of a page is found there, and free pages are used
+    in the order in which they were freed, cached or not."""
 
-    cuts_prompts = True
     watermark_percent = 0
 
     def schedule(self) -> Batch:

@@ -5,6 +5,7 @@ Read first: protocol.py, engine_thread.py, responses.py. Read next: connections.
 import asyncio
 import re
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from errors import QueueFull, one_line, shorten
+from page.html import page
 from pretrained.chat import Chat
 from pretrained.tokenizers import Tokenizer
 from sampling import SamplingParams
@@ -26,7 +28,6 @@ from server.engine_thread import Choice, EngineThread
 from server.metrics import Metrics
 from server.protocol import ApiError, ChatRequest, CompletionRequest, RequestBody
 from server.responses import SERVER_ENDS, CompletionResponse
-from views.page import page
 
 MAX_DIGITS = 100  # of the number of a record
 SLO_DECODES = 5  # decode iterations that a gap between tokens may take, if none is given
@@ -110,12 +111,17 @@ class Api:
         return HTMLResponse(text)
 
     async def records(self, request: HttpRequest) -> Response:
-        """GET /records/N: the records from number N on, as JSON."""
+        """GET /records/N: the records from number N on, and the ends of the last texts, as JSON."""
         self.reject_other_names(request)
         digits: str = request.path_params["place"]
         if not re.fullmatch(f"[0-9]{{1,{MAX_DIGITS}}}", digits):
             raise ApiError(404, f"/records/N: N must have 1 to {MAX_DIGITS} digits")
-        return JSONResponse(await self.thread.call(self.thread.records_since, int(digits)))
+        reply = await self.thread.call(self.thread.records_since, int(digits))
+        texts: dict[int, str] = {}
+        for request_id, tokens in reply["outputs"].items():
+            with suppress(Exception):  # of a tokenizer: the client is told
+                texts[request_id] = self.tokenizer.decode(tokens)
+        return JSONResponse({"records": reply["records"], "place": reply["place"], "texts": texts})
 
     async def health(self, request: HttpRequest) -> Response:
         """GET /health."""

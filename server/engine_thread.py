@@ -14,12 +14,14 @@ from statistics import median
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from engine import Engine
+from page.records import Record, Recorder
 from request import Completion, Event
 from sampling import SamplingParams
 from scheduler import Request
-from views.records import Record, Recorder
 
 RECORDS = 1000  # at least this many are kept for the schedule page
+OUTPUTS = 40  # of so many requests the last tokens are kept for it, too
+OUTPUT_TAIL = 60  # tokens
 IDLE_DECODES = 9  # decode iterations whose median is that of an idle engine
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -35,6 +37,7 @@ class RecordPage(TypedDict):
 
     records: list[Record]
     place: int
+    outputs: dict[int, list[int]]  # request id -> its last output tokens
 
 
 class EngineThread:
@@ -58,6 +61,7 @@ class EngineThread:
         self.recorder = Recorder()
         self.recorder.watch(self.engine.schedulers)
         self.forgotten = 0  # records that are not kept any more
+        self.outputs: dict[int, list[int]] = {}  # request id -> its output, of the last requests
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """function(*args, **kwargs), between two steps. Raises what it raises."""
@@ -124,6 +128,7 @@ class EngineThread:
             self.recorder.add(self.engine.last_iteration)
         self._forget_old_records()
         for event in events:
+            self._keep_token(event)
             if event.completion:
                 self.on_completion(event.completion)
         self._deliver(events, failed)
@@ -140,6 +145,11 @@ class EngineThread:
         failed = failed or list(scheduler.requests.values())  # or they might fail for ever
         self.engine.drop(failed)
         return failed
+
+    def _keep_token(self, event: Event) -> None:
+        self.outputs.setdefault(event.request_id, []).append(event.token)
+        if len(self.outputs) > OUTPUTS:
+            del self.outputs[next(iter(self.outputs))]
 
     def _forget_old_records(self) -> None:
         if len(self.recorder.records) > 2 * RECORDS:
@@ -163,7 +173,8 @@ class EngineThread:
         records: list[Record] = [self.recorder.snapshot()]
         if self.forgotten <= place <= end:
             records = self.recorder.records[place - self.forgotten :]
-        return {"records": records, "place": end}
+        outputs = {request_id: tokens[-OUTPUT_TAIL:] for request_id, tokens in self.outputs.items()}
+        return {"records": records, "place": end, "outputs": outputs}
 
 
 def idle_decode_seconds(engine: Engine) -> float | None:

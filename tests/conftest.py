@@ -50,12 +50,20 @@ def site_folder(tmp_path_factory, worker_id):
 
 
 @pytest.fixture(scope="session")
+def explored(tmp_path_factory):
+    """The page of `bench.py explore` with few requests and a policy of a file."""
+    file = tmp_path_factory.mktemp("explore") / "explore.html"
+    main(["explore", "policies/template.py:ShortestFirst", "--requests", "12", "--html", str(file)])
+    return file
+
+
+@pytest.fixture(scope="session")
 def site_address(site_folder):
-    """The address of the site."""
-    handler = partial(SiteHandler, directory=site_folder)
+    """The address of the site, below a path, as a repository's Pages are."""
+    handler = partial(SiteHandler, directory=site_folder.parent)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
+        yield f"http://127.0.0.1:{server.server_port}/{site_folder.name}/"
         server.shutdown()
 
 

@@ -108,15 +108,16 @@ def owned(pages):
 
 
 def guard(engine):
-    """Let an engine raise RuntimeError before it writes into a page that is in two block tables, or
-    that can be found."""
+    """Let an engine raise RuntimeError before it writes into a page that is in no block table, or
+    in two, or that can be found; the latter two unless its policy `shares_in_batch`."""
     cache = engine.runner.cache
     write = cache.write
 
     def guarded(layer, kv, slots):
         readers = Counter(page for r in engine.scheduler.running for page in r.pages)
         for page in {slot // cache.page_size for slot in slots.tolist()}:
-            if readers[page] != 1 or page in named(engine.scheduler.pages):
+            is_shared = readers[page] > 1 or page in named(engine.scheduler.pages)
+            if not readers[page] or (is_shared and not engine.scheduler.shares_in_batch):
                 raise RuntimeError(f"page {page} is written, in {readers[page]} block tables")
         write(layer, kv, slots)
 

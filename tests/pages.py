@@ -10,13 +10,13 @@ import pytest
 
 from cli.options import write_text
 from config import EngineConfig
-from lab.measure.metrics import summarize_run
+from lab.measure.metrics import find_stalls, summarize_run
 from lab.measure.workload import poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import simulate
+from page.html import page
+from page.records import Recorder
 from tests.forked import ROOT
-from views.page import page
-from views.records import Recorder
 
 PYODIDE_FOLDER = Path(os.environ.get("PYODIDE", ROOT / "node_modules/pyodide"))
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -84,12 +84,14 @@ LOADS = {  # policies, and after a comma what is special
 }
 
 
-DRAWN = "document.getElementById('position').textContent != ''"
+DRAWN = "dirty === false"
 SOURCE_HAS_RUN = "!document.getElementById('runsource').disabled"
 
 
 @contextmanager
-def opened(browser, address, width=1200, scheme="light", until=DRAWN, touch=False):
+def opened(
+    browser, address, width=1200, scheme="light", until=DRAWN, touch=False, skip_opening=True
+):
     """The page at an address, drawn; nothing it logs is an error, and no file asks the network."""
     context = browser.new_context(
         viewport={"width": width, "height": 800},
@@ -103,9 +105,18 @@ def opened(browser, address, width=1200, scheme="light", until=DRAWN, touch=Fals
     tab.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
     tab.goto(address)
     tab.wait_for_function(until)
+    if skip_opening and tab.evaluate("is_opening()"):
+        enter(tab)
     yield tab
     assert not errors
     context.close()
+
+
+def enter(tab):
+    """Wait for a page, and leave its opening, if it has one."""
+    tab.wait_for_function(DRAWN)
+    tab.evaluate("close_opening()")
+    tab.wait_for_function("$('position').textContent && !dirty")
 
 
 def run_source(tab, source=None):
@@ -115,6 +126,12 @@ def run_source(tab, source=None):
     tab.click("#runsource")
     tab.wait_for_function(SOURCE_HAS_RUN, timeout=120_000)
     return tab.text_content("#result")
+
+
+def seconds(text):
+    """What the page writes as "81.2 ms" or "1.23 s"."""
+    number, unit = text.split()
+    return float(number) * {"ms": 1e-3, "s": 1.0}[unit]
 
 
 def write_runs(folder, runs):
@@ -140,6 +157,9 @@ def expected_metrics(run, recorder):
         "ttft_p90": np.quantile([c.ttft for c in run.completions], 0.9),
         "tbt_p99": summary.tbt_s.p99,
         "longest": summary.tbt_s.max,
+        "stalls": sum(
+            stall.seconds > SLO_S for stall in find_stalls(run.completions, run.iterations)
+        ),
         "tokens_per_s": summary.tokens_per_s,
         "cache": used / pages / busy,
     }

@@ -61,6 +61,7 @@ def test_offline_prints_and_writes_everything(tmp_path, capsys, own):
     headings = ["TFLOP/s", "measured limits", "SARATHI, Table 2", "2. End to end", "3. "]
     for heading in (*headings, here["device"], report["conclusion"]):
         assert heading in text
+    assert f"\nsame text under all {len(policies)} policies: 10 of 10 requests" in text
     table = report["decode_maximal"]
     assert list(table) == ["prompt", "prefill-only", "decode-only", "decode-maximal"]
     prompt, prefill, decode, hybrid = table.values()

@@ -6,10 +6,10 @@ import json
 import pytest
 
 from lab.measure.metrics import find_stalls
+from page.records import Recorder
 from tests.helpers import with_slow
-from tests.pages import LOADS, a_load, opened_runs, simulated
+from tests.pages import LOADS, SLO_S, a_load, opened_runs, simulated
 from tests.test_metrics import a_completion, an_iteration, decode, prefill, three_requests
-from views.records import Recorder
 
 
 def recorded(completions, iterations):
@@ -209,7 +209,8 @@ def test_a_trace_holds_all_that_happened_in_a_run(name, browser, tmp_path):
     def us(seconds):
         return round(1e6 * round(seconds, 6))
 
-    found = {"stall": [], "decodes": [], "prefill": [], "preempted": [], "finished": []}
+    kinds = ("stall", "gap", "decodes", "prefill", "preempted", "finished")
+    found = {kind: [] for kind in kinds}
     for e in events:
         kind = e["name"].split(",")[0].split(" ")[0]
         if "lane" in e and e["lane"][0] == "run: requests" and kind in found:
@@ -217,8 +218,9 @@ def test_a_trace_holds_all_that_happened_in_a_run(name, browser, tmp_path):
     expected = {kind: [] for kind in found}
     stalls = find_stalls(run.completions, run.iterations)
     for s in stalls:
-        cause = f"stall, caused by {s.caused_by}"
-        expected["stall"].append((s.request_id, us(s.start), cause, s.prefill_tokens))
+        kind = "stall" if s.seconds > SLO_S else "gap"
+        cause = f"{kind}, caused by {s.caused_by}"
+        expected[kind].append((s.request_id, us(s.start), cause, s.prefill_tokens))
     for it in run.iterations:
         expected["preempted"] += [(who, us(it.start), "preempted") for who in it.preempted]
         chunks = [(who, n) for who, _, n, is_decode in it.chunks if not is_decode]

@@ -27,10 +27,10 @@ from cli.loading import load_model, resolve_model
 from engine import Engine
 from examples import server_overhead
 from hardware.memory import check_memory, free_bytes
+from lab.pictures.style import finish, new_figure
+from page.site import write_packed
 from policies import find_policy, make_scheduler
 from tests.test_bench import HERE, TINY_MODEL, parse_model
-from views.site import write_packed
-from views.style import finish, new_figure
 
 SERVE = "serve --simulate a100-80gb --preset yi-34b --tp 2 --requests 8 --policies vllm"
 ASCII = "PYTHONCOERCECLOCALE=0 PYTHONUTF8=0"  # or C would not be ASCII

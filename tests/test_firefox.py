@@ -5,12 +5,12 @@ import pytest
 from tests.exercise_solutions import SOLUTIONS
 from tests.firefox import FIREFOX, running
 from tests.pages import (
-    DRAWN,
     MINE,
     PIXELS,
     RED,
     SLO_S,
     a_stall,
+    enter,
     expected_metrics,
     needs_pyodide,
     run_source,
@@ -47,7 +47,7 @@ def open_page(tab, address, size=SIZES[0]):
     """Open the page at an address, and wait until it is drawn."""
     tab.set_viewport(*size)
     tab.goto(address)
-    tab.wait_for_function(DRAWN)
+    enter(tab)
 
 
 @pytest.mark.slow

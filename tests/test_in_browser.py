@@ -1,4 +1,4 @@
-"""What the schedule page runs inside a browser, under CPython. In a browser: test_editor.py."""
+"""What the schedule page runs inside a browser, under CPython. In a browser: test_site.py."""
 
 import json
 import subprocess
@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from browser.answer import answer
-from browser.bundle import bundle
-from browser.runs import Load, record_run
 from exercises.catalog import EXERCISES
+from lab.explore.answer import answer
+from lab.explore.bundle import bundle
+from lab.explore.runs import Load, record_run
 from lab.measure.arrival import Arrival
 from tests.exercise_solutions import IMPORTS, SOLUTIONS
 
@@ -129,7 +129,7 @@ def test_the_bundle_is_enough_without_any_package(tmp_path):
     code = f"""
 import sys
 sys.path = [{str(tmp_path)!r}, *(path for path in sys.path if "site-packages" not in path)]
-from browser.answer import answer
+from lab.explore.answer import answer
 run = answer({json.dumps(run_question)!r})
 exercise = answer({json.dumps(exercise)!r})
 assert '"problem": ""' in run and '"solved": true' in exercise

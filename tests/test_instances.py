@@ -23,7 +23,7 @@ from parallel.stages import Stage, StageResult
 from parallel.transfer import Instance, export_pages, import_pages
 from policies.pools import Pools
 from sampling import SamplingParams
-from tests.helpers import Ledger, tiny_model
+from tests.helpers import Ledger, tiny_model, with_slow
 from tests.test_parallel import FEW, check
 from tests.test_pools import check_owners
 from tests.test_ranks import check_all_end, check_error, struck
@@ -345,8 +345,8 @@ class RandomLoad(Ledger):
         self.counts["cached"] += completion.cached_tokens
 
 
-@pytest.mark.slow
-def test_no_page_leaks_on_either_side_over_500_random_loads_with_faults(monkeypatch):
+@pytest.mark.parametrize("first", with_slow(range(0, 500, 100), fast=[0]))
+def test_no_page_leaks_on_either_side_in_random_loads_with_faults(first, monkeypatch):
     monkeypatch.setattr(instances, "Link", lambda ranks, target: ranks)
     model = tiny_model(
         n_layer=1,
@@ -355,8 +355,8 @@ def test_no_page_leaks_on_either_side_over_500_random_loads_with_faults(monkeypa
         n_embd=2,
     )
     counts = Counter()
-    for seed in range(500):
+    for seed in range(first, first + 100):
         RandomLoad(model, seed, counts).run()
-    assert all(counts[name] > 25 for name in ("aborted on the link", "begun anew", "faults"))
-    assert counts["preempted"] > 250
-    assert counts["cached"] > 250
+    assert all(counts[name] > 3 for name in ("aborted on the link", "begun anew", "faults"))
+    assert counts["preempted"] > 50
+    assert counts["cached"] > 50

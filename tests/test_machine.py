@@ -143,7 +143,9 @@ def test_this_machine_is_simulated_with_the_law_of_its_profile(
     monkeypatch.setattr(machine, "time_iterations", time_iterations)
     monkeypatch.setattr(measure, "steadily", lambda function, *_, **__: (function(), drift))
     monkeypatch.setattr(measure.Probe, "take", lambda *_: 0.0)  # of real runs: nobody else is here
-    monkeypatch.setattr("views.timelines.plot_serving", lambda runs, *_: drawn_runs.append(runs))
+    monkeypatch.setattr(
+        "lab.pictures.timelines.plot_serving", lambda runs, *_: drawn_runs.append(runs)
+    )
     file = tmp_path / "this.json"
     load = "--lengths 10+3 --policies sarathi-serve,vllm --slo 1000"
     argv = [*TINY, "--page-size", "8", *load.split(), "--json", str(file)]
@@ -201,7 +203,9 @@ def test_all_micro_batches_are_counted_and_no_batch_overtakes_another(
 ):
     drawn_runs = []
     report = tmp_path / "two.json"
-    monkeypatch.setattr("views.timelines.plot_serving", lambda runs, *_: drawn_runs.append(runs))
+    monkeypatch.setattr(
+        "lab.pictures.timelines.plot_serving", lambda runs, *_: drawn_runs.append(runs)
+    )
     options = "--pp 2 --replicas 2 --requests 40 --lengths 900+30 --qps 50 --policies orca".split()
     files = ["--json", str(report), "--plot", str(tmp_path / "two.png")]
     bench.main(["serve", *YI, *options, *files])

@@ -192,10 +192,10 @@ def test_fewer_requests_are_served_only_where_none_are_asked_for(
 def test_requests_whose_output_depends_on_the_policy_are_counted():
     rows = {name: SimpleNamespace(run=run_of([], 1.0)) for name in ("vllm", "sarathi")}
     line = offline.equal_tokens_line(rows, "float32")
-    assert line == "same output under all 2 policies: 2 of 2 requests, token for token"
+    assert line == "same text under all 2 policies: 2 of 2 requests, token for token"
     rows["sarathi"].run.completions[1].tokens[-1] += 1
     line = offline.equal_tokens_line(rows, "bfloat16")
-    assert line.startswith("same output under all 2 policies: 1 of 2 requests; in bfloat16 a ")
+    assert line.startswith("same text under all 2 policies: 1 of 2 requests; in bfloat16 a ")
 
 
 def rows_of(policies, load=None):

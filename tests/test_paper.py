@@ -27,10 +27,10 @@ from lab.commands import paper
 from lab.measure import timing, token_budget
 from lab.measure.capacity import Bounded
 from lab.measure.token_budget import Profiled
+from lab.pictures import style
+from lab.pictures.panels import plot_panels
 from tests.helpers import machine_info
 from tests.test_simulate import printed_tables
-from views import style
-from views.panels import plot_panels
 
 ROOT = Path(__file__).parents[1]
 TINY = ["paper", "--preset", "llama-tiny", "--device", "cpu", "--dtype", "float32"]

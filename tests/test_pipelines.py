@@ -6,6 +6,9 @@ from types import SimpleNamespace
 from matplotlib.colors import to_hex
 
 from config import EngineConfig
+from lab.pictures import pipelines
+from lab.pictures.pipelines import plot_bubbles
+from lab.pictures.style import BUBBLE, DECODE, HYBRID, POLICY_COLORS, PREFILL
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import DEVICES, GEOMETRIES
 from lab.simulator.simulation import bubble_kinds, simulate
@@ -13,9 +16,6 @@ from policies.micro_batches import StageRun
 from tests.test_metrics import decode, prefill
 from tests.test_simulation import at_once
 from tests.test_views import is_png, near, points, texts
-from views import pipelines
-from views.pipelines import plot_bubbles
-from views.style import BUBBLE, DECODE, HYBRID, POLICY_COLORS, PREFILL
 
 
 @cache

@@ -115,7 +115,11 @@ def test_reserving_and_in_order_policies_are_derived_from_their_classes():
 
 def test_the_options_of_a_policy_are_those_of_its_signatures():
     dynamic = {"tbt_slo", "profile", "tile"}
-    some = {"sarathi": {"tile"}, "dynamic": dynamic, "priority": dynamic | {"ttft_slo", "ageing"}}
+    some = {
+        "sarathi": {"tile"},
+        "dynamic": dynamic,
+        "priority": dynamic | {"ttft_slo", "ageing", "ageing_to"},
+    }
     for name in {*IN_ORDER, *some}:
         assert find_policy(name) is POLICIES[name]
         assert policy_options(POLICIES[name]) == some.get(name, set())

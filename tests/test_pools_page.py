@@ -11,9 +11,9 @@ from lab.commands import explore, serve
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import Link
 from lab.simulator.pools import KVLink, simulate_pools
+from page.records import Recorder
 from policies.pools import Pools
 from tests.pages import a_load, in_turn, opened_runs
-from views.records import Recorder
 
 SLOW = Link(bytes_per_s=5e9, step_s=1e-3)  # some 27 ms for a prompt of 1,000 tokens
 

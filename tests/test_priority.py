@@ -354,6 +354,24 @@ def test_no_class_starves_under_an_endless_stream_of_realtime_requests(priority,
     assert sim.ttft(poor) > min(priority * ageing, lax or NEVER)  # the stream is more urgent
 
 
+def test_ageing_ends_at_the_class_that_is_named():
+    sim = simulation(ageing=1.0, ageing_to="normal", max_batch=1)
+    low, high = request(0, LOW, arrival=0.0), request(1, HIGH, arrival=0.0)
+    sim.add(request(9, REALTIME, 240, 100))
+    sim.step()
+    for queued in (low, high, request(2, NORMAL, arrival=50.0)):
+        sim.now = queued.arrival
+        sim.add(queued)
+    sim.now = 100.0
+    scheduler = sim.scheduler
+    assert scheduler.waiting[0] is high  # which has not risen, and is not passed
+    scheduler.waiting.remove(high)
+    assert scheduler.waiting[0] is low  # before the younger one of its new class
+    assert (scheduler.aged_class(low), scheduler.aged_class(high)) == (NORMAL, HIGH)
+    with pytest.raises(ValueError, match="ageing_to='urgent': must be .*realtime"):
+        simulation(ageing_to="urgent")
+
+
 @pytest.mark.parametrize("age, preemptions", [(0.0, 1), (25.0, 0)])
 def test_a_request_that_has_aged_is_not_preempted_for_a_younger_one(age, preemptions):
     sim = simulation(pages=130, ageing=10.0)

@@ -18,7 +18,8 @@ from tests.helpers import RESERVING, Ledger, alone, guard, poison, tiny_model
 
 MAX_LEN = 24
 MODEL = tiny_model(n_kv_head=2, vocab_size=17)
-NEVER_PREEMPT = {*RESERVING, "no-evict", "tgi", "sglang", "sglang-mixed", "peak"}  # or seldom
+SGLANG = ("sglang", "sglang-mixed", "free-slots")
+NEVER_PREEMPT = {*RESERVING, *SGLANG, "no-evict", "tgi", "peak"}  # or seldom
 
 
 @functools.cache

@@ -1,9 +1,10 @@
-"""views/records.py: what a Recorder says of the batches that it watched."""
+"""page/records.py: what a Recorder says of the batches that it watched."""
 
 import pytest
 
 from engine import Engine
 from kv_cache import Pages
+from page.records import Recorder, why_head_waits
 from policies import make_scheduler
 from policies.observers import Iteration
 from policies.pages import CachedPages
@@ -11,7 +12,6 @@ from sampling import SamplingParams
 from scheduler import Request
 from tests.helpers import tiny_model
 from tests.pages import Truth, in_turn
-from views.records import Recorder, why_head_waits
 
 
 def decided(policy, requests, pages=16, page_size=16, max_batch=4, **options):

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -18,10 +19,13 @@ from config import EngineConfig
 from engine import Engine
 from lab.commands import explore
 from lab.measure.capacity import slo_seconds
-from lab.measure.metrics import find_stalls, percentiles, summarize_run
+from lab.measure.metrics import find_stalls, summarize_run
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import bubble_kinds, simulate
+from page.html import page
+from page.policy_notes import NOTES
+from page.records import Recorder
 from policies import ALL_POLICIES, POLICIES
 from sampling import SamplingParams
 from tests.helpers import tiny_model, with_slow
@@ -29,18 +33,15 @@ from tests.pages import (
     LOADS,
     PIXELS,
     RED,
-    SLO_S,
     a_load,
     a_stall,
     expected_metrics,
     in_turn,
     opened,
     opened_runs,
+    seconds,
     simulated,
 )
-from views.page import page
-from views.policy_notes import NOTES
-from views.records import Recorder
 
 
 @pytest.mark.parametrize("policy", with_slow(LOADS, fast=["vllm", "sarathi-serve"]))
@@ -73,93 +74,80 @@ def test_every_iteration_shows_what_really_was(browser, tmp_path, policy):
             assert queue == truth.waiting[k]
 
 
-def seconds(text):
-    """What the page writes as "81.2 ms" or "1.23 s"."""
-    number, unit = text.split()
-    return float(number) * {"ms": 1e-3, "s": 1.0}[unit]
-
-
-def test_the_numbers_are_those_of_metrics(browser, tmp_path):
+def test_numbers_and_table_are_those_of_the_library(browser, tmp_path):
     run, truth = simulated("vllm", pages=48)
-    summary = summarize_run(run.completions, run.iterations, run.seconds)
-    gaps = [gap for c in run.completions for gap in c.tbt]
-    with opened_runs(browser, tmp_path, {"vllm": truth}) as tab:
-        exact = tab.evaluate(
-            """() => { const {ttft, tbt} = focused.run.so_far(Infinity);
-                return [ttft, tbt].map(of => [0.5, 0.99, 1].map(q => quantile(of, q))); }"""
-        )
+    other, other_truth = simulated("sarathi-serve")
+    expected = expected_metrics(run, truth)
+    with opened_runs(browser, tmp_path, {"vllm": truth, "sarathi-serve": other_truth}) as tab:
         tab.keyboard.press("End")
+        tab.wait_for_function("document.querySelectorAll('#policytable tbody tr').length == 2")
         tab.wait_for_timeout(400)
-        for key, found in zip(("ttft", "tbt"), exact, strict=True):
-            expected = [
-                getattr(getattr(summary, f"{key}_s"), name) for name in ("p50", "p99", "max")
-            ]
-            assert found == pytest.approx(expected, abs=3e-6)  # times are written in microseconds
-            cells = [tab.text_content(f"[data-k='{key}-{q}']") for q in (0.5, 0.99, 1)]
-            assert list(map(seconds, cells)) == pytest.approx(expected, rel=5e-3)
-        rows = dict(
-            re.findall(r"<tr><td>([^<]*)</td>.*?>([^<]*)</td></tr>", tab.inner_html("#numbers"))
+        cells = "row => Object.fromEntries(row.map(td => [td.dataset.k, td.innerText]))"
+        shown, *table = [
+            tab.eval_on_selector_all(f"{rows} [data-k]", cells)
+            for rows in ("#numbers", "tbody tr:nth-child(1)", "tbody tr:nth-child(2)")
+        ]
+        exact = tab.evaluate("panes.map(pane => pane.run.metrics())")
+        last_rows = tab.eval_on_selector_all(
+            "#numbers tr", "all => all.map(tr => [tr.cells[0].innerText, tr.cells[3].innerText])"
         )
-        over = sum(gap > SLO_S for gap in gaps)
-        assert over > 10 and rows["gaps longer than 50.0 ms"] == f"{over:,}"
-        assert rows["preemptions"] == f"{summary.preemptions}" != "0"
-        assert tab.evaluate("focused.run.requests.size") == len(run.completions)
         half = tab.evaluate("[...focused.run.so_far(200).tbt]")
-    end = in_turn(truth)[200]["end"]
+    assert exact == [
+        pytest.approx(expected, rel=1e-4),
+        pytest.approx(expected_metrics(other, other_truth), rel=1e-4),
+    ]
+    for row, numbers in zip(table, exact, strict=True):
+        for key in ("ttft_p50", "ttft_p90", "tbt_p99", "longest"):
+            assert seconds(row[key]) == pytest.approx(numbers[key], rel=5e-3)
+        assert row["tokens_per_s"] == f"{numbers['tokens_per_s']:,.0f}"
+        assert row["cache"] == f"{100 * numbers['cache']:.0f} %"
+        assert row["stalls"] == f"{numbers['stalls']:,}"
+    summary = summarize_run(run.completions, run.iterations, run.seconds)
+    for key, latency in ("ttft", summary.ttft_s), ("tbt", summary.tbt_s):
+        for q, value in (0.5, latency.p50), (0.99, latency.p99), (1, latency.max):
+            assert seconds(shown[f"{key}-{q}"]) == pytest.approx(value, rel=5e-3)
+    assert dict(last_rows)["preemptions"] == f"{summary.preemptions}" != "0"
+    assert dict(last_rows)["stalls, longer than 50.0 ms"] == f"{expected['stalls']}" != "0"
+    end = in_turn(truth)[200]["end"] + 1e-6
     times = [pair for c in run.completions for pair in pairwise(c.token_times)]
-    expected = percentiles(b - a for a, b in times if b < end + 1e-6)
-    assert len(half) == sum(b < end + 1e-6 for _, b in times)
-    assert half[-1] == pytest.approx(expected.max, abs=3e-6)
+    gaps = [b - a for a, b in times if b < end]
+    assert half == pytest.approx(sorted(gaps), abs=3e-6)  # times are written in microseconds
 
 
 def test_the_keyboard_is_enough(browser, tmp_path):
     runs = {name: simulated(name)[1] for name in ("vllm", "sarathi-serve")}
-
-    def where(tab):
-        return int(re.search(r"[\d,]+", tab.text_content("#position"))[0].replace(",", ""))
-
+    last = len(in_turn(runs["vllm"])) - 1
     with opened_runs(browser, tmp_path, runs) as tab:
 
-        def press(*keys):
-            for key in keys:
-                tab.keyboard.press(key)
-                tab.wait_for_timeout(60)
+        def after(keys, expression="cursor"):
+            for key in keys.split():
+                tab.keyboard.press(key.replace("Space", " "))
+            tab.wait_for_function("!dirty")
+            return tab.evaluate(expression)
 
-        assert where(tab) == 1
-        press("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft")
-        assert where(tab) == 3
-        press("Shift+ArrowRight")
-        assert where(tab) == 13
-        press("End")
-        assert where(tab) == len(in_turn(runs["vllm"]))
-        press("Home")
-        assert where(tab) == 1
-
-        def span():
-            return tab.evaluate("view.to - view.from")
-
-        whole = span()
-        press("+")
-        assert span() == pytest.approx(0.6 * whole)
-        press("0")
-        assert span() == pytest.approx(whole)
+        assert tab.text_content("#position").startswith("iteration 1 of ")
+        for keys, cursor in {
+            "ArrowRight ArrowRight ArrowRight ArrowLeft": 2,
+            "Shift+ArrowRight": 12,
+            "End": last,
+            "Home": 0,
+        }.items():
+            assert after(keys) == cursor
+        whole, near, again = [after(key, "view.to - view.from") for key in "0+0"]
+        assert (near, again) == (pytest.approx(0.6 * whole), pytest.approx(whole))
         tab.select_option("#speed", "100")
         tab.evaluate("document.activeElement.blur()")
-        press(" ")
+        after("Space")
         tab.wait_for_function("cursor > 20")
-        press(" ")
-        stopped = where(tab)
+        stopped = after("Space")
         tab.wait_for_timeout(200)
-        assert where(tab) == stopped > 20
-        press("d")
-        assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
-        press("o")
-        assert tab.evaluate("focused === panes[1]")
+        assert tab.evaluate("cursor") == stopped
+        assert after("d", "document.documentElement.dataset.theme") == "dark"
+        assert after("o", "focused === panes[1]")
         with tab.expect_download():
-            press("s")
+            after("s")
         tab.focus("#scrub")
-        press("Home", "ArrowRight")
-        assert where(tab) == 2
+        assert after("Home ArrowRight") == 1
 
 
 def test_tab_reaches_everything_and_all_of_it_has_a_name(browser, tmp_path):
@@ -177,6 +165,12 @@ def test_tab_reaches_everything_and_all_of_it_has_a_name(browser, tmp_path):
             tab.keyboard.press("Tab")
             tab.evaluate(reached)
         assert tab.evaluate(f"{controls}.filter(c => c.dataset.tabbed).length") == expected
+        lanes = tab.eval_on_selector_all(".run .sr li", "all => all.map(li => li.innerText)")
+        assert len(lanes) == 40 and re.match(
+            r"Request 0: a prompt of [\d,]+ tokens, first token after .*, longest gap .* stall",
+            lanes[0],
+        )
+        assert tab.locator("main").count() == 1
         for role in ("button", "combobox", "slider", "img"):
             assert (
                 tab.get_by_role(role).count() == tab.get_by_role(role, name=re.compile(".")).count()
@@ -283,6 +277,26 @@ def test_a_sentence_says_in_words_why_the_batch_is_as_it_is(browser, tmp_path):
     )
 
 
+CONTRAST = """([front, back]) => {  // of two colours of the theme, as WCAG defines it
+    const luminance = color => {
+        const parts = [1, 3, 5].map(i => parseInt(css(color).slice(i, i + 2), 16) / 255);
+        const [r, g, b] = parts.map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+    const [low, high] = [front, back].map(luminance).sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05); }"""
+TEXTS = (
+    "ink back, ink panel, soft back, soft panel, stall back, accent back, back prefill, back stall"
+)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_have_the_contrast_of_wcag_aa(browser, tmp_path, scheme):
+    with opened_runs(browser, tmp_path, {"vllm": a_stall(20, 10)}, scheme=scheme) as tab:
+        for pair in TEXTS.split(", "):
+            names = [f"--{name}" for name in pair.split()]
+            assert tab.evaluate(CONTRAST, names) >= 4.5, pair
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone(browser, tmp_path, scheme):
     _, truth = simulated("vllm")
@@ -305,14 +319,6 @@ def test_ten_thousand_iterations_are_less_than_five_megabytes(browser, tmp_path)
     with opened_runs(browser, tmp_path, {"sarathi-serve": recorder}) as tab:
         assert tab.evaluate("focused.run.iterations.length") == len(in_turn(recorder))
     assert (tmp_path / "page.html").stat().st_size < 5e6
-
-
-@pytest.fixture(scope="module")
-def explored(tmp_path_factory):
-    """The page of `bench.py explore` with few requests and a policy of a file."""
-    file = tmp_path_factory.mktemp("explore") / "explore.html"
-    main(["explore", "policies/template.py:ShortestFirst", "--requests", "12", "--html", str(file)])
-    return file
 
 
 def test_explore_has_a_run_for_every_button(browser, explored):
@@ -440,29 +446,6 @@ def test_the_address_restores_what_was_shown(browser, explored):
         tab.wait_for_function("cursor == 6")
 
 
-def test_the_table_has_the_numbers_of_the_library(browser, tmp_path):
-    runs = {name: simulated(name) for name in ("vllm", "sarathi-serve")}
-    recorders = {name: recorder for name, (_, recorder) in runs.items()}
-    with opened_runs(browser, tmp_path, recorders) as tab:
-        tab.wait_for_function("document.querySelectorAll('#policytable tbody tr').length == 2")
-        rows = tab.evaluate(
-            """() => [...$("policytable").tBodies[0].rows].map(row => Object.fromEntries(
-                [...row.querySelectorAll("[data-k]")].map(td => [td.dataset.k, td.textContent])))"""
-        )
-        exact = tab.evaluate(
-            "Promise.all(data.runs.map(load)).then(runs => runs.map(run => run.metrics()))"
-        )
-        marked = "all => all.map(row => row.className)"
-        assert tab.eval_on_selector_all("#policytable tbody tr", marked) == ["shown", "shown"]
-    for (run, recorder), row, numbers in zip(runs.values(), rows, exact, strict=True):
-        expected = expected_metrics(run, recorder)
-        assert numbers == pytest.approx(expected, rel=1e-4)
-        for key in ("ttft_p50", "ttft_p90", "tbt_p99", "longest"):
-            assert seconds(row[key]) == pytest.approx(expected[key], rel=5e-3)
-        assert row["tokens_per_s"] == f"{expected['tokens_per_s']:,.0f}"
-        assert row["cache"] == f"{100 * expected['cache']:.0f} %"
-
-
 @pytest.mark.parametrize("width", [1200, 375])
 def test_a_stall_is_red_at_every_zoom(browser, tmp_path, width):
     with opened_runs(browser, tmp_path, {"vllm": a_stall()}, width=width) as tab:
@@ -508,7 +491,7 @@ def test_the_tip_says_who_waited_for_whom(browser, tmp_path):
         stall = "equest 0, token 201: waited 200 ms for request 1's prompt of 900 tokens."
         assert tip_at(4.1, 5) == "R" + stall
         strip = tab.evaluate("panes[0].band('gaps')[1] - 3")
-        assert tip_at(4.19, strip).endswith(f"longest gap that ends here: r{stall}")
+        assert tip_at(4.1, strip).endswith(f"the longest gap here: r{stall}")
         assert tip_at(2.01, 5).startswith("Request 0, token ")
         assert "20.0 ms after the token before" in tab.text_content("#tip")
         lane = tab.evaluate("panes[0].lane_height")
@@ -660,7 +643,7 @@ def test_notes_of_policies_are_those_of_the_readme():
 
 
 def test_the_page_imports_no_torch():
-    code = "import sys, views.page; assert 'torch' not in sys.modules, 'torch was imported'"
+    code = "import sys, page.html; assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -711,6 +694,7 @@ def test_a_live_page_follows_an_engine(browser):
             end = len(recorder.records)
             new = snapshot if int(place) == 10**15 else records[int(place) :]
             said = {"records": new, "place": begun if int(place) == 10**15 else end}
+            said["texts"] = {"0": "the <b>first</b> text", "1": "the second"}
             self.wfile.write(json.dumps(said).encode())
 
         def log_message(self, *_):
@@ -745,6 +729,16 @@ def test_a_live_page_follows_an_engine(browser):
             assert state == [[16, "length"], [16, "length"]]
             assert tab.text_content(".run h2") == "sarathi-serve"
             assert tab.text_content(".run .gap").startswith("The last minute: ")
+            texts = tab.eval_on_selector_all("#texts p", "all => all.map(p => p.innerText)")
+            assert [re.split(r"\s+", text, maxsplit=1) for text in texts] == [
+                ["1", "the second"],
+                ["0", "the <b>first</b> text"],
+            ]
+            tab.hover("#texts p")
+            assert tab.evaluate("lit_request") == 1
+            assert "It writes: … the second" in tab.evaluate(
+                "describe(panes[0], focused.run.end, 1.5 * panes[0].lane_height)"
+            )
             tab.keyboard.press("Home")
             tab.wait_for_function("cursor == 0")
             start = tab.evaluate("focused.run.iterations[0].start - focused.run.begin")
@@ -756,3 +750,24 @@ def test_a_live_page_follows_an_engine(browser):
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_an_idle_live_page_says_what_to_send(browser):
+    def answer(route):
+        if "/records/" in route.request.url:
+            nothing = {"records": [{"live": [], "settings": {}}], "place": 0, "texts": {}}
+            route.fulfill(json=nothing)
+        else:
+            text = page("mine", "vllm, chunk 16", live="/records")
+            route.fulfill(body=text, content_type="text/html")
+
+    context = browser.new_context()
+    context.route("http://idle/**", answer)
+    tab = context.new_page()
+    tab.goto("http://idle/")
+    tab.wait_for_selector("#try:visible")
+    command = shlex.split(tab.text_content("#try"))
+    assert command[:3] == ["curl", "-N", "http://idle/v1/completions"]
+    assert json.loads(command[-1])["model"] == "mine"
+    assert tab.text_content("h1") == "mine: vllm, chunk 16"
+    context.close()

@@ -339,13 +339,15 @@ def test_a_viewer_sees_the_state_and_then_each_iteration():
         assert "/records" in served.http.get("/").text
         first = records_since(served, 10**15)
         assert [record["live"] for record in first["records"]] == [[]]
-        complete(served, "hello")
-        records = records_since(served, first["place"])["records"]
-        assert records[0]["request"]["prompt_len"] == 5
-        assert records[1]["chunks"] == [[0, 0, 5]]
-        assert records[2]["decodes"] == [0] and len(records) == 21
-        assert records[-1]["ended"] == [[0, "length"]]
-        assert records_since(served, 21) == {"records": [], "place": 21}
+        [(text, _)], *_ = complete(served, "hello")
+        answer = records_since(served, first["place"])
+        assert answer["texts"] == {"0": text}
+        assert answer["records"][0]["request"]["prompt_len"] == 5
+        assert answer["records"][1]["chunks"] == [[0, 0, 5]]
+        assert answer["records"][2]["decodes"] == [0] and len(answer["records"]) == 21
+        assert answer["records"][-1]["ended"] == [[0, "length"]]
+        assert records_since(served, answer["place"]) == answer | {"records": []}
+        assert answer["place"] == 21
         for beyond in (22, 10**30):
             assert records_since(served, beyond)["records"][0].keys() == {"settings", "live"}
 

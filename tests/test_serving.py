@@ -17,9 +17,9 @@ from lab.measure.machine_info import RealMachineInfo
 from lab.measure.metrics import summarize_run
 from lab.measure.timing import TOO_BUSY
 from lab.measure.workload import Arrival, poisson, sample_lengths
+from lab.pictures import timelines
 from scheduler import Request
 from tests.helpers import VirtualRun
-from views import timelines
 
 TINY = "--preset llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16 --batch 4"
 TINY = f"{TINY} --page-size 8".split()

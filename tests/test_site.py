@@ -3,19 +3,20 @@
 The editor needs Pyodide: `npm install --no-save pyodide@314.0.7`, or its folder as PYODIDE."""
 
 import json
+import re
 from contextlib import contextmanager
 
 import pytest
 
-from browser.bundle import PYODIDE
 from exercises.catalog import EXERCISES
+from lab.explore.bundle import PYODIDE
 from tests.exercise_solutions import SOLUTIONS
 from tests.forked import ROOT
 from tests.pages import (
-    DRAWN,
     MINE,
     PYODIDE_FOLDER,
     SOURCE_HAS_RUN,
+    enter,
     needs_pyodide,
     run_source,
 )
@@ -34,7 +35,7 @@ def opened(browser, address, **options):
     tab.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
     context.on("request", lambda request: files.append(request.url.removeprefix(address)))
     tab.goto(address)
-    tab.wait_for_function(DRAWN)
+    enter(tab)
     yield tab, files
     assert not errors
     context.close()
@@ -76,7 +77,7 @@ def test_a_load_that_is_not_there_is_one_line(browser, tmp_path, site_folder):
     errors = []
     tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.goto(f"file://{page}")
-    tab.wait_for_function(DRAWN)
+    enter(tab)
     tab.click("#choices button[data-label='steady']")
     tab.wait_for_function("document.getElementById('decision').textContent.includes('steady')")
     assert "must be served" in tab.text_content("#decision")
@@ -114,7 +115,7 @@ def test_why_python_does_not_load_is_one_plain_sentence(browser, site_address, h
     context.route("**/pyodide.mjs", handle)
     tab = context.new_page()
     tab.goto(site_address)
-    tab.wait_for_function(DRAWN)
+    enter(tab)
     line = run_source(tab)
     assert line.startswith("Python could not be loaded: ") and reason in line
     assert line.endswith("Everything else on this page works without it.")
@@ -127,7 +128,7 @@ def test_without_a_network_python_is_not_loaded(browser, site_address):
     context = browser.new_context()
     tab = context.new_page()
     tab.goto(site_address)
-    tab.wait_for_function(DRAWN)
+    enter(tab)
     context.set_offline(True)
     assert "could not be loaded: there is no network. Everything else" in run_source(tab)
     context.close()
@@ -165,6 +166,13 @@ def test_a_policy_of_ones_own_is_shown_beside_any_other(browser, site_address):
         assert "no rule is broken" in run_source(tab)  # the template
         assert names_of_panes(tab) == ["vllm | * | A to D", "ShortestFirst (yours) | 256 | A to D"]
         assert "pyodide/pyodide.asm.wasm" in files
+        at_load = "At load A to D, against sarathi-serve, chunk 256:"
+        line = run_source(tab, MINE + "    pass\n")
+        assert f"{at_load} it changes nothing. Try one long among short or tight memory." in line
+        halved = "    def token_budget(self, decodes, prefills):\n        return 128\n"
+        line = run_source(tab, MINE + halved)
+        later = r"request D has its first token [\d.]+ ms later; the longest gap is 12.4 ms"
+        assert re.search(f"{at_load} {later} \\(20.5 ms\\); nobody stalls.", line)
         run_source(tab, MINE + "    pass\n")
         tab.click("#choices button[data-label='sarathi-serve']")
         for load in ("pipeline bubbles", "shared prefixes", "tight memory"):

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HIDDEN_OR_FOREIGN = re.compile(r"(^|/)(\.|__pycache__|results/)")
-PROGRAMS_OF_TESTS = {"cpu_time.py", "rank_program.py", "test_lockstep.py"}
+PROGRAMS_OF_TESTS = {"beside.py", "cpu_time.py", "rank_program.py", "test_lockstep.py"}
 MAX_NAME = 70
 LINE_COUNT = re.compile(r"\b\d[\d,]* lines\b", re.IGNORECASE)
 COUNTED = re.compile(r"has [\d,]+ tokens\s+of\s+code\s+in\s+[\d,]+\s+lines")  # by test_readme.py
@@ -147,8 +147,10 @@ def test_each_package_that_is_imported_is_required():
     running = packages_in("requirements.txt")
     serving = running | packages_in("server/requirements.txt")
     testing = serving | packages_in("requirements-dev.txt")
-    brought = {"pydantic_core", "triton", "httpx2"}  # by pydantic, torch and openai
-    of_others = {"openvino", "openvino_genai", "optimum", "pyodide", "js"}  # engines, the page
+    # by pydantic, torch, openai, nbclient
+    brought = {"pydantic_core", "triton", "httpx2", "nbformat"}
+    engines = {"openvino", "openvino_genai", "optimum", "vllm", "nanovllm"}
+    of_others = engines | {"pyodide", "js"}  # the page's
     code = python().keys() - paths_of_tests()
     server = {path for path in code if path.startswith("server/")}
     wrong = foreign_imports(code - server, late=False)

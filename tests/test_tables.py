@@ -2,7 +2,7 @@
 
 import pytest
 
-from views.tables import format_table, markdown, show
+from cli.tables import format_table, markdown, show
 
 CELLS = [(None, ",.2f", "-"), ("as it is", ",.2f", "as it is"), (1234.567, ",.2f", "1,234.57")]
 CELLS += [(1.333, ".2fx", "1.33x"), (0.5, ".0%", "50%"), (3, "", "3")]

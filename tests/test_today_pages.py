@@ -20,10 +20,11 @@ sglang-mixed: mixed, blocks, 47, the fewest outputs
 no-evict: mixed, blocks, 52, never
 fastgen: mixed, blocks, 30, waits
 tgi: prefill first, alone, blocks, 52, never
+hf: mixed, blocks, 30, who finds none
 nano-vllm: prefill first, alone, blocks, 30, the newest
 interval: in turn, blocks, 30, the newest
 shortest-uncached: mixed, is passed, 30, the newest
-peak: mixed, blocks, 44, the newest
+peak: mixed, blocks, 45, the newest
 sarathi: mixed, blocks, 60, never
 request-level: one batch after the other, blocks, 60, never
 """
@@ -58,7 +59,7 @@ def test_the_readme_has_what_the_command_prints(capsys):
 
 def test_every_page_is_in_the_readme_with_its_picture():
     assert README.count("\n## ") == len(today.PAGES)
-    for name in ("long-prompt", "memory"):
+    for name in ("long-prompt", "memory", "overload"):
         assert f"]({name}.png)" in README
         assert (Path(__file__).parents[1] / f"policies/{name}.png").exists()
 

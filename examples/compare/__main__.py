@@ -17,6 +17,7 @@ from tqdm import tqdm
 from cli.console import run
 from cli.loading import ModelOptions, add_layers_option, add_model_options, load_model
 from cli.options import OptionParser, option, write_json, wrote
+from cli.tables import format_table
 from examples.compare.engines import (
     OUR_POLICIES,
     PACKAGES,
@@ -36,7 +37,6 @@ from lab.measure.machine_info import measure_machine
 from lab.measure.offline_load import OfflineLoad
 from model import GPTConfig
 from pretrained import checkpoints
-from views.tables import format_table
 
 ALL_LAYERS_S = 200  # fewer layers if all engines would take longer, on a CPU
 

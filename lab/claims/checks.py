@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from cli.tables import show
 from lab.claims.table import Line
-from views.tables import show
 
 NOISE = 1.1  # up to this factor two numbers may differ by chance
 

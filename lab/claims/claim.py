@@ -21,10 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from cli.tables import show
 from lab.claims.checks import ANYWHERE, Check, Condition
 from lab.claims.table import Line, Table, X, Y
 from lab.measure.capacity import Bounded
-from views.tables import show
 
 Verdict = Literal["as in the paper", "trend only", "not seen here", "too busy to tell"]
 SAME_SIZE = 2.0  # the factor within which an effect counts as one of the paper's size

@@ -308,7 +308,7 @@ def s_f12(lab: CostLab) -> Finding:
         for name, published in FIGURE_12_GAINS.items():
             finding.publish(f"{name}, {variant}", published, gains[name], variant)
     if lab.picture:
-        from views.pipelines import plot_bubbles  # matplotlib takes a second
+        from lab.pictures.pipelines import plot_bubbles  # matplotlib takes a second
 
         plot_bubbles(all_requests, "S-F12: GPT-3 on 64 A100, 10,000 requests", lab.picture)
     return finding
@@ -344,7 +344,7 @@ def ss_f8(lab: CostLab) -> Finding:
         table.add(policy, {"all bubbles": sum(milliseconds.values())})
         table.add(policy, {"makespan": 1e3 * simulated.run.seconds})
     if lab.picture:
-        from views.pipelines import plot_pipeline  # matplotlib takes a second
+        from lab.pictures.pipelines import plot_pipeline  # matplotlib takes a second
 
         kinds = {policy: bubble_kinds(runs) for policy, runs in stage_runs.items()}
         plot_pipeline(stage_runs, kinds, "SS-F8: bubbles in two stages", lab.picture)

@@ -1,7 +1,7 @@
 """Draws what a claim found: its tables, with the paper's numbers hollow where ours stand.
 
 A number of the paper whose line is in no table, or that would lie far outside it, stands in a strip
-of bars below. Read first: claim.py, views/panels.py. Read next: report.py."""
+of bars below. Read first: claim.py, lab/pictures/panels.py. Read next: report.py."""
 
 import textwrap
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from lab.claims.claim import Finding, Published
 from lab.claims.table import Table
-from views.bars import Beside, plot_beside_published
-from views.panels import Mark, plot_panels
+from lab.pictures.bars import Beside, plot_beside_published
+from lab.pictures.panels import Mark, plot_panels
 
 MANY = 6  # so many texts do not fit below a diagram: they stand at the left of bars
 FAR = 4  # times as large as all others in a table: such a number would press them together

@@ -12,6 +12,7 @@ from typing import Any
 
 from cli import console
 from cli.options import write_text
+from cli.tables import Cell, format_table
 from lab.claims.claim import Claim, Finding, Published
 from lab.claims.claims import CLAIMS
 from lab.claims.labs import Lab
@@ -19,7 +20,6 @@ from lab.claims.picture import draw
 from lab.claims.provenance import provenance
 from lab.claims.table import Table, X
 from lab.measure.machine_info import RealMachineInfo
-from views.tables import Cell, format_table
 
 RESULTS = Path(__file__).parents[2] / "results"
 BEGIN = "<!-- made by bench.py paper -->"  # of the tables in results/README.md

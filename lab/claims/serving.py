@@ -19,7 +19,7 @@ from lab.claims.offline import EVERYTHING_AT_ONCE
 from lab.claims.table import Table, over
 from lab.measure.capacity import Bounded
 from lab.measure.workload import Arrival
-from views.timelines import plot_serving
+from lab.pictures.timelines import plot_serving
 
 BUDGET = 128  # tokens: a sixteenth or an eighth of the longest request
 SARATHI_SERVE = f"sarathi-serve:{BUDGET}"

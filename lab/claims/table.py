@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from cli.tables import markdown, show
 from lab.measure.capacity import Bounded
-from views.tables import markdown, show
 
 X = float | str
 Y = float | None
@@ -84,7 +84,7 @@ class Table:
     title: str = ""
     x: str = ""  # what is on the axes, with units
     y: str = ""
-    spec: str = ".2fx"  # the format of a number, as of views.tables.show
+    spec: str = ".2fx"  # the format of a number, as of cli.tables.show
     log: Literal["", "x", "y", "xy"] = ""  # the axes that are logarithmic
     form: Literal["", "stacked", "steps"] = ""  # of the picture: lines or bars, stacked bars, lanes
     ticks: tuple[float, ...] = ()  # of x in the picture, which ends at the last; (): as they come

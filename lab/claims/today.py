@@ -1,4 +1,4 @@
-"""What today's engines decide, and the questions their users ask: five pages, all simulated.
+"""What today's engines decide, and the questions their users ask: six pages, all simulated.
 
     for page in PAGES: print(page.function().to_markdown())
 
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cli.tables import format_table
 from lab.claims.today_loads import MODEL, Server, latencies, serve
 from lab.claims.today_rules import Step, conduct_of, differs, smallest_difference
 from lab.measure.capacity import possible_qps
@@ -17,8 +18,8 @@ from lab.measure.workload import Arrival, poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from lab.simulator.random_loads import random_load
-from policies import TODAY
-from views.tables import format_table
+from policies.cards import CARDS
+from policies.priority import PRIORITIES
 
 RANDOM_LOADS = 200  # in lock step
 
@@ -51,27 +52,22 @@ def chart_of(
 
 # ---- 1. Who does what today ----------------------------------------------------------------------
 
-ENGINES = {  # policy -> whose rule it is
-    "vllm-v1": "vLLM V1",
-    "sglang": "SGLang",
-    "sglang-mixed": "SGLang, mixed chunks",
-    "no-evict": "TensorRT-LLM; mini-sglang's admission",
-    "fastgen": "DeepSpeed-FastGen",
-    "tgi": "Text Generation Inference, whole prompts",
-    "hf": "Hugging Face transformers",
-    "nano-vllm": "nano-vLLM",
-    "sarathi-serve": "Sarathi-Serve, Algorithm 3",
-}
-REMEDIES = [name for name in TODAY if name not in ENGINES]
-
 
 def who_does_what() -> Page:
     """One table, engine by engine, found out by trying the policies."""
+    cards = [card for card in CARDS.values() if card.engine]
+    cards = [
+        *(card for card in cards if card.engine != "proposed"),
+        CARDS["sarathi-serve"],
+        *(card for card in cards if card.engine == "proposed"),
+    ]
     rows = {}
-    for policy in [*ENGINES, *REMEDIES]:
-        conduct = conduct_of(policy)
-        rows[policy] = [
-            ("whose", ENGINES.get(policy, "proposed"), ""),
+    for card in cards:
+        conduct = conduct_of(card.name)
+        rows[card.name] = [
+            ("whose", card.engine or "Sarathi-Serve, Algorithm 3", ""),
+            ("version, or where", card.version, ""),
+            ("equal loads", card.equal, ""),
             ("a batch is", conduct.batch, ""),
             ("a long prompt in front", conduct.long_prompt, ""),
             ("memory for two", conduct.pages_for_two, ""),
@@ -85,9 +81,13 @@ def who_does_what() -> Page:
             "request decodes; a short prompt comes behind a long one; two requests of 10 + 20 and "
             "10 + 12 tokens want to run at once, and *memory for two* is the least, in tokens, "
             "with which they do (30 must fit in any case, for the longer one; 52 is prompt and "
-            "output of both; 44 is the most that they ever hold together); two requests decode, "
-            "and the older one, with fewer outputs, finds no page.",
+            "output of both; 44 is the most that they ever hold together, and `peak` wants more); "
+            "two requests decode, and the older one, with fewer outputs, finds no page.",
             format_table("policy", rows),
+            "*Equal loads*: so many random loads had the same batches, from the first to the last, "
+            "as the engine's own scheduler and cache made of them. `python -m tests.beside NAME` "
+            "prints it, where the engine is installed. The other rules were read. Each class says "
+            "in what it differs from its engine.",
             "Nearly everywhere a long prompt blocks those behind it: that is why it is the "
             "question asked most, and answered below.",
         ],
@@ -101,8 +101,11 @@ def is_vllm_sarathi_serve() -> Page:
     """vllm-v1 and sarathi-serve in lock step."""
     pair = ("vllm-v1", "sarathi-serve")
     loads = [random_load(pair[0], seed) for seed in range(RANDOM_LOADS)]
-    ample = sum(differs(*pair, load, ample=True) for load in loads)
-    tight = sum(differs(*pair, load, ample=False) for load in loads)
+    plain = [load for load in loads if not load.config.prefix_caching]
+    cached = [load for load in loads if load.config.prefix_caching]
+    ample = sum(differs(*pair, load, ample=True) for load in plain)
+    tight = sum(differs(*pair, load, ample=False) for load in plain)
+    shared = sum(differs(*pair, load, ample=True) for load in cached)
     difference = smallest_difference(*pair)
     assert difference is not None
     load = difference.load
@@ -111,11 +114,13 @@ def is_vllm_sarathi_serve() -> Page:
         "vllm-v1",
         "Is vLLM's default Sarathi-Serve?",
         [
-            f"In lock step on {RANDOM_LOADS} random loads, with enough memory for all: {ample} "
+            f"In lock step on {len(plain)} random loads, with enough memory for all: {ample} "
             f"differ. With memory from tight to ample: {tight} differ. So yes, batch for batch, as "
-            "long as memory suffices. vLLM V1 has no phases and does not put decodes first; but a "
-            "request is admitted only into what those before it leave, and they never take more "
-            "later. So no decode is ever beyond the budget.",
+            "long as memory suffices. With prefix caching, which vLLM has by default, "
+            f"{shared} of {len(cached)} differ: a prompt finds pages that the same batch computes "
+            "for the one before it, here only what was computed before. vLLM V1 has no phases and "
+            "does not put decodes first; but a request is admitted only into what those before it "
+            "leave, and they never take more later. So no decode is ever beyond the budget.",
             "They differ in memory. `sarathi-serve` gives a prompt all its pages at once and keeps "
             "1 % free; vLLM V1 looks whether the prompt fits, and takes the pages chunk by chunk. "
             f"The smallest load that shows it: prompt + output {requests}, budget {load.chunk}, "
@@ -379,10 +384,57 @@ def chunking_shows_nothing() -> Page:
     )
 
 
+# ---- 6. More than can be served ------------------------------------------------------------------
+
+OVERLOAD = 2.0  # times what is possible
+AGEING_S = 5.0
+AGEINGS: dict[str, dict[str, object]] = {  # label -> options of `priority`
+    "never": {"ageing": 1e30},
+    "up to normal": {"ageing": AGEING_S, "ageing_to": "normal"},
+    "up to realtime": {"ageing": AGEING_S},
+}
+
+
+def overload_by_class() -> Page:
+    """How long each class waits under `priority` when twice as many come as can be served."""
+    lengths = sample_lengths("sharegpt4", 1000, CHECK_MAX_LEN, seed=0)
+    qps = OVERLOAD * possible_qps(base_of(CostModel.named(MODEL), CHECK_MAX_LEN, 512), lengths)
+    arrivals = [
+        arrival._replace(priority=PRIORITIES[i % len(PRIORITIES)])
+        for i, arrival in enumerate(poisson(lengths, qps, seed=0))
+    ]
+    rows = {}
+    for label, options in AGEINGS.items():
+        server = Server("priority", 512, CHECK_MAX_LEN, 64 * CHECK_MAX_LEN, options=options)
+        completions = serve(server, arrivals).completions
+        rows[label] = [
+            (name, max(c.ttft or 0.0 for c in completions if c.priority == number), ".1f")
+            for number, name in enumerate(PRIORITIES)
+        ]
+    return Page(
+        "overload",
+        "More than can be served: who waits?",
+        [
+            "Twice as many requests as can be served, a quarter of each class, under `priority`. "
+            f"The longest TTFT by class, in seconds; {MODEL} on one A100, simulated. *Ageing* "
+            f"lifts a waiting request by one class every {AGEING_S:g} s (30 by default).",
+            format_table("ageing", rows),
+            "In lasting overload ageing makes the classes that it reaches equal: up to realtime, a "
+            "realtime request waits as long as a low one, and the classes are worth nothing. "
+            "Without ageing the low ones wait for the end of the overload. Between the two, "
+            '`ageing_to="normal"` lets the low ones wait as the normal ones do, and keeps realtime '
+            "and high ones out of it. None of them makes the queue shorter: turn away the lowest, "
+            "which a server does with its `--max-waiting`.",
+        ],
+        chart_of(rows, {name: f"{name}: longest TTFT, s" for name in PRIORITIES}),
+    )
+
+
 PAGES: dict[str, Callable[[], Page]] = {
     "engines": who_does_what,
     "vllm-v1": is_vllm_sarathi_serve,
     "long-prompt": long_among_short,
     "memory": memory_to_reserve,
+    "overload": overload_by_class,
     "checklist": chunking_shows_nothing,
 }

@@ -128,20 +128,30 @@ def _pages_for_two(policy: str) -> int:
 
 
 def _out_of_memory(policy: str) -> str:
-    """Who pays if two requests decode, and the older one, with fewer outputs, finds no page."""
+    """Who pays if two requests decode, and the older one finds no page."""
+    few_outputs = _who_pays(policy, outputs=(1, 3))
+    many_outputs = _who_pays(policy, outputs=(3, 1))
+    if few_outputs == many_outputs == "older":
+        return "who finds none"
+    payers = {"older": "the fewest outputs", "newer": "the newest"}
+    return payers.get(few_outputs, few_outputs)
+
+
+def _who_pays(policy: str, outputs: tuple[int, int]) -> str:
+    """ "older" or "newer" if that one is preempted; "waits" or "never" if nobody is."""
     scheduler = new_scheduler(policy)
     requests = [add(scheduler, number, 10, 20) for number in (0, 1)]
     while len(scheduler.running) < 2:
         step(scheduler)
-    for request, outputs in zip(requests, (1, 3), strict=True):
-        request.tokens += [0] * (10 + outputs - len(request.tokens))
+    for request, count in zip(requests, outputs, strict=True):
+        request.tokens += [0] * (10 + count - len(request.tokens))
         request.num_computed = len(request.tokens) - 1
         scheduler.grow(request, request.num_computed + request.id)
     scheduler.pages.allocate(scheduler.pages.num_free)
     for _ in range(4):
         preempted = scheduler.next_batch().preempted
         if preempted:
-            return "the fewest outputs" if preempted == [0] else "the newest"
+            return "older" if preempted == [0] else "newer"
         if len(step(scheduler)) < 2:
             return "waits"
     return "never"

@@ -22,6 +22,7 @@ from cli.loading import (
     resolve_model,
 )
 from cli.options import OptionParser, from_args, json_option, option, whole, write_json, wrote
+from cli.tables import Cell, format_table
 from lab.measure import timing
 from lab.measure.batch_times import (
     Batch,
@@ -32,7 +33,6 @@ from lab.measure.batch_times import (
     time_sequences,
 )
 from lab.measure.machine_info import measure_machine
-from views.tables import Cell, format_table
 
 NUMBER = r"([1-9]\d{0,6})"
 CHUNKS = re.compile(

@@ -20,6 +20,7 @@ from cli.options import (
     option,
     whole,
 )
+from cli.tables import format_table
 from lab.measure import timing, token_budget
 from lab.measure.capacity import time_steadily
 from lab.measure.machine_info import measure_machine
@@ -27,7 +28,6 @@ from lab.measure.token_budget import Case, Profiled
 from model import GPT
 from parallel import runner_for
 from speedups.runner import Runner
-from views.tables import format_table
 
 
 @dataclass(frozen=True, kw_only=True)

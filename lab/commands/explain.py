@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from cli.loading import load_model
 from cli.options import OptionParser, keeping
+from cli.tables import format_table
 from lab.commands import offline
 from lab.commands.offline import OfflineOptions
 from lab.measure import timing
@@ -17,7 +18,6 @@ from lab.measure.gain import COMPARED, GainExplanation, Step, explain_gain
 from lab.measure.machine_info import measure_machine
 from lab.measure.offline_load import PolicyRun
 from parallel import runner_for
-from views.tables import format_table
 
 
 def add_options(parser: OptionParser) -> None:

@@ -5,8 +5,9 @@
     python bench.py explore --site site               the same as a web site, which loads its runs
 
 All runs are simulated. It opens with four requests, two of them with long prompts that arrive while
-the others decode. Read first: policies/template.py, browser/runs.py."""
+the others decode. Read first: policies/template.py, lab/explore/runs.py."""
 
+import json
 import shutil
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
@@ -16,8 +17,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from browser.bundle import PYODIDE, PYODIDE_FILES, bundle, editor
-from browser.runs import CHUNKS, MAX_BATCH, MAX_LEN, MODEL, PAGE_SIZE, Load, record_run
 from cli.options import (
     OptionParser,
     file_option,
@@ -32,6 +31,8 @@ from cli.options import (
 )
 from config import EngineConfig
 from files import new_file
+from lab.explore.bundle import PYODIDE, PYODIDE_FILES, bundle, editor
+from lab.explore.runs import CHUNKS, MAX_BATCH, MAX_LEN, MODEL, PAGE_SIZE, Load, record_run
 from lab.measure import workload
 from lab.measure.capacity import estimated_qps, slo_seconds
 from lab.measure.run_plan import goes_by_chunk
@@ -41,12 +42,13 @@ from lab.simulator.devices import LINKS
 from lab.simulator.machine import VOCABULARY, base_of
 from lab.simulator.pools import KVLink, simulate_pools
 from lab.simulator.referee import broken_rules, mark_broken
+from page.html import Costs, Editor, RowCosts, packed_inline, page
+from page.records import Recorder
+from page.site import write_packed, write_runs
 from policies.pools import Pools
-from views.page import Costs, Editor, packed_inline, page
-from views.records import Recorder
-from views.site import write_packed, write_runs
 
 TRACE = Path(__file__).parents[1] / "claims" / "a_to_d.csv"  # A and B, then C and D
+CPU_RESULT = Path(__file__).parents[2] / "results/epyc-2-threads/chunk-256.json"
 POLICIES = (
     "vllm",
     "sarathi-serve",
@@ -347,4 +349,32 @@ def measure_costs(cost: CostModel) -> Costs:
         "decodes_s": cost.seconds(decode_spans),
         "chunk_s": cost.seconds([chunk_span]),
         "both_s": cost.seconds([*decode_spans, chunk_span]),
+        "machines": [gpu_rows(cost), cpu_rows()],
+    }
+
+
+def gpu_rows(cost: CostModel) -> RowCosts:
+    """What rows cost on the machine of `cost`, by its matrix products alone."""
+
+    def linear_s(tokens: int) -> float:
+        return cost.layers * cost.layer_seconds([(0, 0, tokens)]).linear
+
+    rows = 2 * cost.tile  # the fewest whole tiles whose computing takes longer than reading
+    return {
+        "name": f"{MODEL} on one {cost.device.name}, simulated",
+        "read_s": linear_s(1),
+        "row_s": linear_s(rows) / rows,
+        "tile": cost.tile,
+    }
+
+
+def cpu_rows() -> RowCosts:
+    """What rows cost on the CPU of results/, as it was measured there."""
+    machine = json.loads(CPU_RESULT.read_text("utf-8"))["machine"]
+    operations = 2 * machine["parameters"]  # of a row; and as many bytes, in bfloat16
+    return {
+        "name": f"{machine['model']} on {machine['threads']} cores of an {machine['device']}",
+        "read_s": operations / machine["bytes_per_s"],
+        "row_s": operations / machine["flops_per_s"],
+        "tile": 1,
     }

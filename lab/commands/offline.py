@@ -38,6 +38,7 @@ from cli.options import (
     wrote,
     wrote_page,
 )
+from cli.tables import Cell, format_table, show
 from config import EngineConfig
 from lab.commands.batches import launch_cells, launch_note
 from lab.measure import timing
@@ -48,10 +49,9 @@ from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
 from lab.measure.run_plan import run_plan
 from lab.simulator.referee import broken_rules, mark_broken
 from model import GPT, GPTConfig
+from page.html import page
+from page.records import Recorder
 from policies.referee import Violation
-from views.page import page
-from views.records import Recorder
-from views.tables import Cell, format_table, show
 
 DEFAULT_POLICIES = "request-level,orca-best,vllm,sarathi,sarathi-serve"
 MORE_REQUESTS_S = 25  # more than 2 B + 1 are served while all policies together take so long
@@ -227,6 +227,8 @@ def main(options: OfflineOptions) -> None:
         seconds = time.perf_counter() - began
         report |= {"conclusion": conclusion, "seconds": seconds}
         print(f"{conclusion}\n\ntook {seconds:.0f} s")
+        if len(rows) > 1:
+            print(equal_tokens_line(rows, options.model.dtype))
     except KeyboardInterrupt:
         print("\ninterrupted: what was measured is above")
         raise
@@ -397,8 +399,6 @@ def print_end_to_end(
         "with ramp and tail; a stall is\n"
         "a gap between two tokens with others' prefill in it\n"
     )
-    if len(rows) > 1:
-        print(f"{equal_tokens_line(rows, options.model.dtype)}\n")
 
 
 def equal_tokens_line(rows: Mapping[str, PolicyRun], dtype: str | None) -> str:
@@ -406,7 +406,7 @@ def equal_tokens_line(rows: Mapping[str, PolicyRun], dtype: str | None) -> str:
     outputs = [[c.tokens for c in row.run.completions] for row in rows.values()]
     requests = list(zip(*outputs, strict=True))
     equal = sum(tokens.count(tokens[0]) == len(tokens) for tokens in requests)
-    line = f"same output under all {len(rows)} policies: {equal} of {len(requests)} requests"
+    line = f"same text under all {len(rows)} policies: {equal} of {len(requests)} requests"
     if equal == len(requests):
         return f"{line}, token for token"
     reason = f"in {dtype} a token's rounding depends on the batch that it is in"
@@ -455,7 +455,7 @@ def draw(
 ) -> None:
     """Write the files of --plot and --html. Gaps between tokens above `anchor_s` are red."""
     if options.plot:
-        from views.timelines import plot_timelines
+        from lab.pictures.timelines import plot_timelines
 
         runs = {name: row.run for name, row in rows.items()}
         plot_timelines(runs, machine.to_json(), options.plot, anchor_s)

@@ -32,6 +32,7 @@ from cli.options import (
     write_text,
     wrote,
 )
+from cli.tables import Cell, format_table
 from config import EngineConfig
 from lab.measure import workload
 from lab.measure.machine_info import measure_machine
@@ -50,7 +51,6 @@ from lab.simulator.simulation import bubble_kinds, simulate
 from parallel.shard import Shard
 from parallel.stages import ParallelRunner
 from policies.micro_batches import StageRun
-from views.tables import Cell, format_table
 
 POLICIES = (
     "request-level,orca-best,vllm,sarathi,sarathi-serve:128,sarathi-serve:256"  # comma-separated
@@ -323,7 +323,7 @@ def draw_beginnings(
     machine: Mapping[str, object],
 ) -> None:
     """Draw how two of the runs begin, or all if these two are not there."""
-    from views.pipelines import plot_pipeline  # matplotlib takes a second
+    from lab.pictures.pipelines import plot_pipeline  # matplotlib takes a second
 
     names = []
     for name in compared_policies(rows) or rows:

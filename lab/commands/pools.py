@@ -25,6 +25,7 @@ from cli.options import (
     write_text,
     wrote,
 )
+from cli.tables import Cell, format_table
 from lab.claims.jobs import run_all
 from lab.claims.pools import LinkRow, Row, check_findings, describe
 from lab.commands.pipeline import trace_event
@@ -44,7 +45,6 @@ from lab.simulator.goodput import (
 )
 from lab.simulator.simulation import Simulated
 from policies.pools import Pools
-from views.tables import Cell, format_table
 
 CHUNKS = (128, 256, 512, 1024)  # replicas: the best of these counts
 TARGETS = [Targets(ttft_s, tbt_s) for tbt_s in (0.02, 0.03, 0.05, 0.1) for ttft_s in (0.5, 1, 4)]
@@ -296,7 +296,7 @@ def draw(
     """Write the picture of --plot."""
     if not options.plot:
         return
-    from views.pools import Goodputs, SecondToken, plot_pools
+    from lab.pictures.pools import Goodputs, SecondToken, plot_pools
 
     plot_pools(
         {name: Goodputs(row.chunks, row.pools) for name, row in targets.items()},

@@ -53,10 +53,10 @@ from lab.simulator.machine import (
 )
 from lab.simulator.pools import KVLink, simulate_pools
 from lab.simulator.referee import broken_rules
+from page.html import page
+from page.records import Recorder, instance_names
 from parallel.instances import ChunkedPoolsEngine, PoolsEngine
 from parallel.shard import Shard
-from views.page import page
-from views.records import Recorder, instance_names
 
 __all__ = ["add_options", "main", "resolve"]
 
@@ -325,7 +325,7 @@ class Session:
             print_capacities(self.searches, self.unit)
         print(self.report["conclusion"])
         if options.plot:
-            from views.timelines import plot_capacity, plot_serving
+            from lab.pictures.timelines import plot_capacity, plot_serving
 
             machine = self.report["machine"]
             if self.is_serving:

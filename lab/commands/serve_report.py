@@ -1,6 +1,6 @@
 """What `bench.py serve` and `capacity` print and write: lines, tables, and the conclusion.
 
-Read first: lab/measure/metrics.py, views/tables.py. Read next: serve.py."""
+Read first: lab/measure/metrics.py, cli/tables.py. Read next: serve.py."""
 
 import csv
 import io
@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cli.tables import Cell, format_table, show
 from lab.commands.serve_options import LoadOptions, ServeOptions
 from lab.measure import capacity, metrics, timing
 from lab.measure.capacity import JudgedRun, LinkSummary, SearchResult
@@ -17,7 +18,6 @@ from lab.measure.run_loop import Run
 from lab.measure.token_budget import MAX_DELAY_S, MULTIPLES
 from lab.measure.workload import Arrival
 from lab.simulator.referee import mark_broken
-from views.tables import Cell, format_table, show
 
 
 def latency_cells(run: JudgedRun) -> list[Cell]:
@@ -31,8 +31,8 @@ def latency_cells(run: JudgedRun) -> list[Cell]:
         ("delay P50", summary.scheduling_delay_s.p50, ",.2f"),
         ("TBT P50", summary.tbt_s.p50, ",.3f"),
         ("TBT P99", summary.tbt_s.p99, ",.3f"),
-        ("stalls", stalls.count, ",d"),
-        ("over SLO", stalls.over_slo, ",d"),
+        ("beside prefill", stalls.count, ",d"),
+        ("stalls", stalls.over_slo, ",d"),
         ("longest", longest.seconds if longest else None, ",.3f"),
         ("caused by", longest.caused_by if longest else None, "d"),
     ]
@@ -70,9 +70,9 @@ LINK_NOTE = (
     "then for its keys\nand values on the link"
 )
 BATCH_NOTE = """
-TTFT, delay: from arrival to the first token, to being scheduled; a stall is a TBT with others' prefill in it,
-caused by who had most of that; over SLO: longer than {slo_s:.3f} s; tokens/s: prompt and output; at once: running,
-mean over time and peak; cached: prefill that was found, not computed; own time: all of a step but the
+TTFT, delay: from arrival to the first token, to being scheduled; beside prefill: TBTs with others' prefill in them,
+the longest caused by who had most of that; stalls: those above {slo_s:.3f} s; tokens/s: prompt and output; at once:
+running, mean over time and peak; cached: prefill that was found, not computed; own time: all of a step but the
 forward pass and fetching its tokens"""  # noqa: E501
 CAPACITY_NOTE = (
     "capacity: the highest rate that was met, a step of --ratio (5 % without) below one that was "

@@ -33,6 +33,7 @@ from cli.options import (
     write_json,
     wrote,
 )
+from cli.tables import Cell, format_table
 from lab.claims.claim import Claim, Finding
 from lab.claims.claims import EXPERIMENTS
 from lab.claims.jobs import Setup
@@ -40,7 +41,6 @@ from lab.claims.picture import draw
 from lab.claims.provenance import provenance
 from lab.claims.report import numbers_in
 from lab.claims.table import plain
-from views.tables import Cell, format_table
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")

@@ -1,4 +1,4 @@
-"""What today's engines decide, and what their users ask: five pages of tables and pictures.
+"""What today's engines decide, and what their users ask: six pages of tables and pictures.
 
     python bench.py today                       print them all; half a minute
     python bench.py today --only long-prompt    one of them
@@ -14,7 +14,7 @@ from pathlib import Path
 from cli.options import OptionParser, from_args, nonempty_text, option, write_text, wrote
 from lab.claims.today import PAGES, Page
 from lab.commands.simulate import check_names, results_of, split_names
-from views.bars import plot_bars
+from lab.pictures.bars import plot_bars
 
 INTRODUCTION = """\
 # What engines decide today
@@ -23,7 +23,8 @@ The papers' policies are in [`scheduler.py`](../scheduler.py). [`today.py`](toda
 of today's engines, each a short class, with the file that it was read in.
 [`remedies.py`](remedies.py) has what their users propose. `--policy vllm-v1` serves with one of
 them, `bench.py check vllm-v1 --random-loads 2000` checks it, and `bench.py explore vllm-v1` shows
-each of its decisions. Everything below is printed by `bench.py today`, simulated, and
+each of its decisions. A new one is a class with a `@card` above it: commands, tables, pages and
+pictures know it from then on. Everything below is printed by `bench.py today`, simulated, and
 written here by `bench.py today --write policies`.
 """
 

@@ -67,7 +67,7 @@ class Server(Protocol):
 
 
 class Recorder(Protocol):
-    """What sees every decision of a run: views.records.Recorder, or a checker of policies."""
+    """What sees every decision of a run: page.records.Recorder, or a checker of policies."""
 
     def watch(self, schedulers: Sequence[Scheduler]) -> Any:
         """Look at each batch that these schedulers make from here on."""

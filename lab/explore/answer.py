@@ -1,0 +1,183 @@
+"""Answers the questions of the schedule page about a source text that was written in it.
+
+    answer('{"kind": "run", "source": "class Mine(SarathiServe): ...", "load": {...}, ...}')
+    answer('{"kind": "exercise", "number": 6, "source": "class StallFree(Scheduler): ..."}')
+
+Question and answer are JSON, as a web worker sends them. The same runs under CPython, in the tests.
+Read first: runs.py. Read next: page/web/worker.js, which calls this; bundle.py."""
+
+import ast
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import TypedDict
+
+from errors import one_line
+from exercises.catalog import EXERCISES
+from exercises.check import check_solution
+from exercises.report import answer_question, describe_details, draw_page, place_of
+from lab.explore.runs import Load, record_run
+from lab.measure.run_plan import goes_by_chunk
+from page.records import Record, Recorder
+from policies.custom import (
+    MissingPolicyError,
+    PolicyError,
+    guarded,
+    load_policy,
+    where_it_failed,
+)
+from policies.referee import Referee, Violation
+from scheduler import Scheduler
+
+FILE = "my_policy.py"  # the name of the source in messages
+MAX_PRINTED = 2000  # letters of the output that are kept, the last ones
+
+
+class RunQuestion(TypedDict):
+    """Which run is asked for."""
+
+    source: str
+    load: dict[str, object]  # see Load.to_json
+    chunk: str
+    slo_s: float
+
+
+class RunAnswer(TypedDict):
+    """A run under a policy."""
+
+    problem: str  # in one line; "" if there is none
+    policy: str  # the name of the class
+    has_chunk: bool  # whether it goes by a chunk size
+    settings: dict[str, object]
+    records: list[Record]  # up to the problem
+    printed: str
+
+
+class ExerciseAnswer(TypedDict):
+    """What is wrong with the solution of an exercise."""
+
+    solved: bool
+    line: str  # the problem, or that it holds
+    details: str  # tables, or the answer to the question of the exercise
+    page: str | None  # the page of this schedule beside the reference's
+    printed: str
+
+
+class RefereedRecorder(Recorder):
+    """A Recorder that sets a Referee beside the scheduler."""
+
+    referee: Referee | None = None
+
+    def watch(self, schedulers: Sequence[Scheduler]) -> None:
+        """See Recorder. The referee comes first, so that a batch with a mistake is not recorded.
+
+        Micro-batches share their requests, which would be lost in the eyes of each referee: in a
+        pipeline there is none."""
+        if len(schedulers) == 1:
+            self.referee = Referee(schedulers[0], FILE)
+        super().watch(schedulers)
+
+
+def answer(question: str) -> str:
+    """The answer to a question, both as JSON: a RunAnswer or an ExerciseAnswer."""
+    fields = json.loads(question)
+    kind = fields.pop("kind")
+    printed = StringIO()
+    with source_file(fields["source"]) as file, redirect_stdout(printed):
+        if kind == "exercise":
+            reply = check_exercise(fields["number"], file)
+        else:
+            reply = run_policy(fields, file)
+    reply["printed"] = printed.getvalue()[-MAX_PRINTED:]
+    folder = json.dumps(f"{file.parent}/")[1:-1]
+    return json.dumps(reply).replace(folder, "")
+
+
+@contextmanager
+def source_file(source: str) -> Iterator[Path]:
+    """A file with this text, in a folder of its own: load_policy runs a file once."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder).resolve() / FILE
+        file.write_text(source, "utf-8")
+        yield file
+
+
+def run_policy(question: RunQuestion, file: Path) -> RunAnswer:
+    """The run of the load under the last policy in the file, until that breaks a rule."""
+    reply = RunAnswer(problem="", policy="", has_chunk=False, settings={}, records=[], printed="")
+    recorder = RefereedRecorder()
+    try:
+        with guarded():
+            name = last_policy(file)
+            reply["policy"] = name.rpartition(":")[2]
+            reply["has_chunk"] = goes_by_chunk(name)
+            load = Load.from_json(question["load"])
+            record_run(name, question["chunk"], load, question["slo_s"], recorder)
+    except PolicyError as error:
+        if recorder.referee is None:
+            reply["problem"] = describe_error(error)
+        else:
+            reply["problem"] = describe_violation(recorder.referee.violation_of(error))
+    reply["settings"] = recorder.settings
+    reply["records"] = recorder.records
+    return reply
+
+
+def last_policy(file: Path) -> str:
+    """The name for find_policy of the last Scheduler subclass that a file defines.
+
+    Raises PolicyError if there is none, and what the file raises."""
+    module = ast.parse(file.read_text("utf-8"), str(file))
+    classes = [node.name for node in module.body if isinstance(node, ast.ClassDef)]
+    for class_name in reversed(classes):
+        name = f"{file}:{class_name}"
+        if is_policy(name):
+            return name
+    raise PolicyError(f"{FILE}: no policy in it: begin with `class Mine(SarathiServe):`")
+
+
+def is_policy(name: str) -> bool:
+    """Whether a class is a Scheduler. What its file raises passes through."""
+    file, _, class_name = name.rpartition(":")
+    try:
+        load_policy(file, class_name)
+    except MissingPolicyError:
+        return False
+    return True
+
+
+def describe_error(error: PolicyError) -> str:
+    """Why a policy could not go on, in one line that begins with the place."""
+    return f"{error.place}: {error}" if error.place else str(error)
+
+
+def describe_violation(violation: Violation) -> str:
+    """A violation in one line: the broken rule, or what the policy raised, and when."""
+    error = violation.error
+    if error is None:
+        return violation.sentence
+    place = where_it_failed(error) or FILE
+    message = one_line(f"{type(error).__name__}: {error}")
+    return f"{place}: {message} (iteration {violation.iteration})"
+
+
+def check_exercise(number: int, file: Path) -> ExerciseAnswer:
+    """What the check of an exercise says about the solution in a file."""
+    exercise = EXERCISES[number - 1]
+    policy, problem = check_solution(exercise, str(file))
+    if problem is None:
+        assert policy is not None
+        line = f"Exercise {number}, {exercise.title}: it holds."
+        details = (
+            f"The answer: {answer_question(exercise, policy)}\n\nNow read {exercise.read_next}."
+        )
+    else:
+        line = problem.sentence
+        if problem.moment is None:
+            line = f"{place_of(exercise, policy, problem)}: {line}"
+        details = describe_details(policy, problem)
+    page = None if policy is None else draw_page(exercise, policy, problem)
+    return ExerciseAnswer(solved=problem is None, line=line, details=details, page=page, printed="")

@@ -1,0 +1,244 @@
+"""What all pictures share: colours, names, axes of plain numbers. Read next: timelines.py."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from matplotlib import colormaps, rcParams
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from files import new_file
+from policies.cards import CARDS
+
+WIDTH = 8.5  # inches. A README shows them as 830 pixels, so that a letter of 9 pt is 12 high.
+rcParams.update(
+    {
+        "font.size": 9,
+        "axes.titlesize": 10,
+        "figure.titlesize": 10,
+        "legend.frameon": False,
+        "grid.alpha": 0.25,
+        "savefig.dpi": 160,
+    }
+)
+
+# ---- Colours that colour-blind readers can tell apart (Okabe and Ito's, and others) -------------
+
+PREFILL = "#2f5d9b"
+HYBRID = "#a6d8d6"  # a batch of prefill and decodes
+DECODE = "#2aa98a"
+OVER = "#b5201c"  # a gap between tokens that exceeds its limit
+WAITING = "#d0d0d0"
+# gaps between tokens: from short to the limit, and above it
+GAPS = LinearSegmentedColormap.from_list("gaps", [DECODE, "#f2d53c"]).with_extremes(over=OVER)
+
+POLICY_COLORS = {name: card.color for name, card in CARDS.items()}
+OTHER_COLORS = ["#b3b36b", "#4c004c", "#000099", "#066b62"]  # of policies that are not in there
+LINE_COLORS = [  # of lines that are no policies
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#7a7a7a",
+    "#000000",
+]
+OPERATION_COLORS = {  # the linear layers are blue and green, attention is orange
+    "preproj": "#2f5d9b",
+    "postproj": "#6f9bd1",
+    "ffn_ln1": "#1b7f5f",
+    "ffn_ln2": "#7cc4a4",
+    "attention": "#e08214",
+    "other": "#9a9a9a",
+    "linear": "#3b4cc0",
+    "linear layers": "#3b4cc0",
+    "products": "#3b4cc0",
+}
+KIND_COLORS = {  # of batches
+    "prefill": PREFILL,
+    "with a prompt": PREFILL,
+    "decode": DECODE,
+    "decode alone": DECODE,
+    "decodes alone": DECODE,
+    "alone": DECODE,
+    "riding": "#c77d0a",
+    "with a chunk": "#c77d0a",
+    "iteration": "#555555",
+    "token budget": "#555555",
+    "chunk": PREFILL,
+    "here": "#56627a",
+    "static": POLICY_COLORS["request-level"],
+    "continuous": POLICY_COLORS["orca"],
+}
+LIMITS = {"ridge": "--", "strict SLO": "--", "relaxed SLO": "-."}  # lines that others are held to
+OURS = "#93a4bd"  # bars of numbers that are no policy's, beside those of a paper
+
+# ---- Keyword arguments that several pictures give to matplotlib ---------------------------------
+
+LEGEND_BELOW: dict[str, Any] = {"loc": "outside lower center"}
+LIMIT_LINE: dict[str, Any] = {"color": "#444444", "ls": "--", "lw": 1.2}
+BOLD: dict[str, Any] = {"loc": "left", "fontweight": "bold"}  # the title of a panel
+BUBBLE: dict[str, Any] = {  # where a stage waits
+    "facecolor": "#e4e4e4",
+    "edgecolor": "#777777",
+    "hatch": "////",
+}
+PUBLISHED: dict[str, Any] = {  # a paper's number: hollow, beside ours
+    "ls": "none",
+    "marker": "D",
+    "ms": 6,
+    "mfc": "white",
+    "mec": "black",
+    "mew": 1.2,
+}
+BOUND: dict[str, dict[str, Any]] = {  # a number that is known to be as large, or smaller
+    "at least": {"marker": "^", "ms": 9},
+    "below": {"marker": "v", "ms": 9},
+}
+ARROWS = {"at least": "≥ ", "below": "< "}
+LOG_FROM = 50  # times as large as the smallest number of a panel of bars is the largest
+PLAIN = "{x:g}"  # ticks: 0.01 and 10 on a log scale, instead of powers
+
+
+def batch_color(prefills: int, decodes: int) -> str:
+    """The colour of a batch: `prefills` are its chunks of prompts, or the tokens in them."""
+    if not decodes:
+        return PREFILL
+    return HYBRID if prefills else DECODE
+
+
+def policy_colors(names: Iterable[str]) -> dict[str, str]:
+    """The colour of each name: that of POLICY_COLORS, or else the next of OTHER_COLORS."""
+    spare_colors = cycle(OTHER_COLORS)
+    return {name: POLICY_COLORS.get(name) or next(spare_colors) for name in names}
+
+
+def name_colors(names: Sequence[str]) -> dict[str, str]:
+    """The colour of each line of a picture, so that one colour has one meaning.
+
+    A policy, an operation or a kind of batch has its own; several settings of one, such as
+    sarathi:64 and sarathi:128, are shades of it. Other names, such as contexts, are steps of a
+    scale, from dark to light; a paper's numbers and limits are black."""
+    meanings = POLICY_COLORS | OPERATION_COLORS | KIND_COLORS
+    shades: dict[str, list[str]] = {}
+    others: list[str] = []
+    colors: dict[str, str] = {}
+    for name in names:
+        base = _subject(name)
+        if name in LIMITS or is_published(name):
+            colors[name] = "#222222"
+        elif base in meanings:
+            shades.setdefault(meanings[base], []).append(name)
+        else:
+            others.append(name)
+    for color, alike in shades.items():
+        for number, name in enumerate(alike):
+            step = number / (len(alike) - 1) if len(alike) > 1 else 0.5
+            colors[name] = _shade(color, step - 0.5)
+    for number, name in enumerate(others):
+        colors[name] = to_hex(colormaps["viridis"](0.85 * number / max(1, len(others) - 1)))
+    return colors
+
+
+def _subject(name: str) -> str:
+    """The policy, the operation or the kind of batch in the name of a line."""
+    kind, separator, operation = name.partition(": ")
+    if separator and kind in ("prefill", "decode"):
+        return operation
+    return re.split(r"[:,]", name)[0]
+
+
+def _shade(color: str, lightness: float) -> str:
+    """A colour that is mixed with so much white, or black if `lightness` is below 0."""
+    target = 1.0 if lightness > 0 else 0.0
+    share = abs(lightness)
+    red, green, blue = [(1 - share) * part + share * target for part in to_rgb(color)]
+    return to_hex((red, green, blue))
+
+
+def is_published(name: str) -> bool:
+    """Whether the line of that name has numbers of a paper or a post."""
+    return name.startswith(("the post", "the paper"))
+
+
+def line_look(name: str) -> dict[str, Any]:
+    """The keyword arguments of matplotlib that say how a line is drawn, but for its colour."""
+    if name in LIMITS:
+        return {"ls": LIMITS[name]}
+    if is_published(name):
+        return {"ls": ":", "marker": PUBLISHED["marker"], "ms": 6, "mfc": "white", "mew": 1.2}
+    if name.startswith("decode: "):
+        return {"ls": "--", "marker": "s", "ms": 4}
+    return {"marker": "o", "ms": 4}
+
+
+def published_marker(number: float, color: str = "black") -> dict[str, Any]:
+    """The keyword arguments of a paper's number: hollow, with an edge of that colour. A bound is an
+    arrow."""
+    return PUBLISHED | BOUND.get(getattr(number, "bound", ""), {}) | {"mec": color}
+
+
+def three_digits(value: float | None) -> str:
+    """0.500 or 12.3 or 1,234 as text; "none" for None."""
+    if value is None:
+        return "none"
+    if 0 < value < 999.5:
+        return f"{value:#.3g}".rstrip(".")
+    return f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text with three digits: "81.2 ms", "1.23 s" or "0 s"."""
+    if 0 < seconds < 1:
+        return f"{three_digits(1000 * seconds)} ms"
+    return f"{three_digits(seconds)} s"
+
+
+def log_scale(axes: str, panel: Axes) -> None:
+    """Draw a grid, and give the named axes ("x", "y" or "xy") a log scale with plain ticks.
+
+    An axis whose data does not reach above 0 stays linear."""
+    panel.grid(True)
+    if "x" in axes and panel.dataLim.x1 > 0:
+        panel.set_xscale("log")
+        _set_plain_ticks(panel.xaxis)
+    if "y" in axes and panel.dataLim.y1 > 0:
+        panel.set_yscale("log")
+        _set_plain_ticks(panel.yaxis)
+
+
+def _set_plain_ticks(axis: Axis) -> None:
+    low, high = axis.get_view_interval()
+    digits = (1, 2, 5) if high < 100 * low else (1,)
+    axis.set_major_locator(LogLocator(subs=digits))
+    axis.set_major_formatter(PLAIN)
+    axis.set_minor_formatter(NullFormatter())
+
+
+def new_figure(height: float) -> Figure:
+    """An empty picture, `height` in inches. No window holds it, so nobody has to close it."""
+    return Figure(figsize=(WIDTH, height), layout="constrained")
+
+
+def finish(
+    figure: Figure, title: str, file: str | Path, machine: Mapping[str, object] | None = None
+) -> Figure:
+    """Give a picture its title and the machine it was measured on, and write it to `file`.
+
+    `machine` has the keys model, dtype and device, and threads if it is real. Returns figure."""
+    if machine:
+        title += "\n{model}, {dtype}, {device}".format_map(machine)
+        threads = machine.get("threads")
+        if threads:
+            title += f", {threads} thread" if threads == 1 else f", {threads} threads"
+    figure.suptitle(title)
+    with new_file(file) as path:
+        figure.savefig(path)
+    return figure

@@ -1,0 +1,1 @@
+"""The schedule page: what a run did, iteration by iteration, as one HTML file."""
