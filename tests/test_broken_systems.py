@@ -1,4 +1,4 @@
-"""The papers' claims against systems that are broken on purpose, see cost_bench.py.
+"""The papers' claims against systems that are broken on purpose, see claim_labs.py.
 
 Each claim has the verdict that it deserves on the GPU of its paper, as the cost model has it, and a
 worse one on each system that is broken in a way which the claim is about."""
@@ -8,10 +8,10 @@ from functools import cache
 
 import pytest
 
-from lab.papers import measured_serving
-from lab.papers.finding import Finding
-from lab.papers.measured import CLAIMS
-from tests.cost_bench import BREAKS, Break, CostBench, broken_schedulers
+from lab.claims import serving
+from lab.claims.claim import Finding
+from lab.claims.claims import CLAIMS
+from tests.claim_labs import BREAKS, Break, ShortLab, broken_schedulers
 
 FROM_BEST_TO_WORST = ["as in the paper", "trend only", "not seen here"]
 REQUEST_LEVEL, WHOLE_PROMPTS, APART, SLOW_ATTENTION, RESERVED, REREAD, OWN_KEYS, FREE = BREAKS
@@ -64,7 +64,7 @@ TAKE_SECONDS = {"SS-F12", "SS-5.2", "SS-F10", "S-4.4"}
 NOTICED = [(claim, broken) for claim, row in EXPECTED.items() for broken in row.notices]
 
 
-bench_of = cache(CostBench)  # claims share runs, as those of `bench.py paper`
+lab_of = cache(ShortLab)  # claims share runs, as those of `bench.py paper`
 
 
 @cache
@@ -76,8 +76,8 @@ def measure(claim_id: str, broken: Break | None) -> Finding:
         preset = "llama-13b"
         device = "a6000"
     with broken_schedulers(broken), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measured_serving, "plot_serving", lambda *_: None)
-        return FUNCTIONS[claim_id](bench_of(preset, device, broken))
+        patch.setattr(serving, "plot_serving", lambda *_: None)
+        return FUNCTIONS[claim_id](lab_of(preset, device, broken))
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_every_claim_notices_some_break_and_every_break_is_noticed():
 
 
 def test_s_f7_notices_products_that_compute_no_row_too_many():
-    bench = CostBench("llama-13b", "a6000", None)
-    bench.cost.tile = 1
-    bench.cost.device = replace(bench.cost.device, tile=1)
-    failures = FUNCTIONS["S-F7"](bench).failures()
+    lab = ShortLab("llama-13b", "a6000")
+    lab.cost.tile = 1
+    lab.cost.device = replace(lab.cost.device, tile=1)
+    failures = FUNCTIONS["S-F7"](lab).failures()
     assert "1.1 < iteration, at the end" in [check.description for check in failures]

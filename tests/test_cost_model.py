@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kv_cache import kv_bytes_per_token
-from lab.papers.systems import A100_33B, A6000_13B
+from lab.claims.systems import A100_33B, A6000_13B
 from lab.simulator.cost_model import (
     CostModel,
     FittedCost,

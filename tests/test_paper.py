@@ -2,6 +2,7 @@
 
 The claims themselves are tested in test_claims.py."""
 
+import ast
 import json
 import re
 import shutil
@@ -14,17 +15,18 @@ import pytest
 import torch
 
 import bench
+from config import EngineConfig
+from lab.claims import provenance, report
+from lab.claims.checks import less
+from lab.claims.claim import Finding
+from lab.claims.claims import CLAIMS
+from lab.claims.labs import Lockstep, RealLab
+from lab.claims.picture import draw
+from lab.claims.table import Table
 from lab.commands import paper
 from lab.measure import timing, token_budget
 from lab.measure.capacity import Bounded
 from lab.measure.token_budget import Profiled
-from lab.papers import report
-from lab.papers.bench import Bench, ServingLimits
-from lab.papers.checks import less
-from lab.papers.finding import Finding, Published
-from lab.papers.measured import CLAIMS
-from lab.papers.picture import draw
-from lab.papers.plot import Plot
 from lab.pictures import style
 from lab.pictures.panels import plot_panels
 from tests.helpers import machine_info
@@ -33,21 +35,22 @@ from tests.test_simulate import printed_tables
 ROOT = Path(__file__).parents[1]
 TINY = ["paper", "--preset", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
 TINY += ["--max-len", "64"]
-SMALL_LIMITS = ServingLimits(chunk=8, batch=4, max_len=64, page_size=16, kv_tokens=64)
+SMALL = EngineConfig(chunk=8, max_batch=4, max_len=64, page_size=16, pages=4)
 CLAIM = {claim.id: claim for claim in CLAIMS}
 LINES = {"vllm": {1: 0.5, 2: None, 3: Bounded(2.5, "at least")}, "dynamic": {1: 1.0}}
 MACHINE = {"model": "m", "dtype": "float32", "device": "D"}
-PLOT = Plot("Time over tokens", x="tokens", y="ms", log="x", spec=".2f", lines=LINES)
+PLOT = Table("Time over tokens", x="tokens", y="ms", log="x", spec=".2f", lines=LINES)
 
 
 def finding(here, shows=True):
     """A Finding whose number is `here`, of which the paper says 55; and whether its check holds."""
-    measured = Plot("", x="tokens", y="ms", spec=".0f")
-    measured.add("vllm", 8, here)
+    found = Finding("A6000", tables=[PLOT])
+    measured = Table(x="tokens", y="ms", spec=".0f")
+    measured.add(8, {"vllm": here})
     line = measured["vllm"]
-    check = less(0 if shows else here, line, because="No row is computed twice.")
-    number = Published("time of 8 tokens", 55, line, 8, "A6000", unit=" ms")
-    return Finding(plots=[PLOT], checks=[check], published=[number])
+    found.expect(less(0 if shows else here, line), "No row is computed twice.")
+    found.publish("time of 8 tokens", 55, line, 8, unit=" ms")
+    return found
 
 
 class MadeUpClaims:
@@ -56,13 +59,13 @@ class MadeUpClaims:
 
     def __init__(self):
         self.results = {}
-        self.measured = []  # (id, Bench) of each measurement
+        self.measured = []  # (id, Lab) of each measurement
 
-    def measure(self, claim_id, bench):
-        self.measured.append((claim_id, bench))
+    def measure(self, claim_id, lab):
+        self.measured.append((claim_id, lab))
         result = self.results.get(claim_id, finding(55))
         if result == "busy":
-            bench.busy = True
+            lab.busy = True
             return finding(1, shows=False)
         if isinstance(result, Finding):
             return result
@@ -205,7 +208,7 @@ def test_another_machine_or_torch_is_another_measurement(claims, tmp_path, monke
 def test_a_full_result_serves_a_quick_run_but_not_the_reverse(claims, tmp_path):
     run(tmp_path, "--only SS-F10 --quick")
     ((_, measured_with),) = claims.measured
-    assert measured_with.size == "quick" and measured_with.options.seed == 0
+    assert measured_with.size == "quick" and measured_with.seed == 0
     assert measured_with.model.config.n_layer
     run(tmp_path, "--only SS-F10")
     run(tmp_path, "--only SS-F10")
@@ -235,7 +238,7 @@ def test_what_was_busy_or_failed_is_tried_again(claims, tmp_path, capsys):
 def test_a_record_of_an_older_version_is_measured_again(claims, tmp_path):
     kept = run(tmp_path, "--only SS-F10,B-1")
     claims.take()
-    del kept["B-1"]["numbers"]
+    kept["B-1"] = {"claim": "B-1", "number": 5, "paper": "6"}
     (tmp_path / "paper.json").write_text(json.dumps({"claims": kept}))
     again = run(tmp_path, "--only SS-F10,B-1")
     assert claims.take() == ["B-1"] and again["SS-F10"] == kept["SS-F10"]
@@ -280,6 +283,30 @@ def test_the_list_says_what_there_is_and_what_is_done(claims, tmp_path, capsys):
     assert (tmp_path / "paper.json").stat().st_mtime_ns == before
 
 
+def test_a_result_says_how_old_it_is_if_the_code_has_changed(claims, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(provenance, "git", lambda *words: "47")
+    records = run(tmp_path, "--only SS-F10")
+    kept = records["SS-F10"]["provenance"]
+    assert kept["code"] == provenance.code_hash() and kept["commit"] == "47"
+    assert provenance.age(kept) == provenance.age({}) == ""
+    records["SS-F10"]["provenance"] = kept | {"code": "another"}
+    (tmp_path / "paper.json").write_text(json.dumps({"claims": records}))
+    capsys.readouterr()
+    bench.main([*TINY, "--out", str(tmp_path), "--list", "--only", "SS-F10"])
+    assert ", done, measured 47 commits ago)\n" in capsys.readouterr().out
+
+
+def test_the_hash_of_code_knows_no_words_but_all_imports():
+    one = 'def f(x):\n    """Words."""\n    return x  # more\n'
+    other = "def f(x):\n\n    return x\n"
+    dumps = [ast.dump(provenance.tree_of(source)) for source in (one, other, one + "f(1)\n")]
+    assert dumps[0] == dumps[1] != dumps[2]
+    source = "import lab.claims\ndef f():\n    from lab.claims import labs\n    import json\n"
+    files = provenance.imported_by(provenance.tree_of(source))
+    names = {str(file.relative_to(ROOT)) for file in files}
+    assert names == {"lab/claims/__init__.py", "lab/claims/labs.py"}
+
+
 def test_the_report_is_markdown_of_what_is_kept(claims, tmp_path, capsys):
     claims.results["S-T4"] = finding(50, shows=False)
     kept = run(tmp_path, "--only S-F9,S-T4")
@@ -313,7 +340,7 @@ def test_the_report_is_markdown_of_what_is_kept(claims, tmp_path, capsys):
     assert (tmp_path / "paper-S-T4.png").read_bytes().startswith(b"\x89PNG")
     (table,) = kept["S-T4"]["tables"]
     assert table["title"] == "Time over tokens"
-    assert table["lines"]["vllm"] == {"1": 0.5, "2": None, "3": 2.5}
+    assert table["lines"]["vllm"] == {"1": 0.5, "2": None, "3": "at least 2.5"}
 
 
 def test_nobody_learns_where_files_lie(claims, tmp_path):
@@ -430,20 +457,18 @@ def hollow(axis):
 
 
 def test_few_sizes_and_names_are_bars_with_the_papers_numbers_on_them(tmp_path):
-    plot = Plot("", x="context", y="gain", spec=".2fx")
+    found = Finding("A6000")
+    table = found.table(x="context", y="gain")
     for context in (1024, 2048):
-        plot.add("orca", context, 1.0)
-        plot.add("sarathi", context, 1.25)
-    at_least = Bounded(1.5, "at least")
-    plot.add("sarathi", "all", at_least)
-    numbers = [
-        Published("at 2K", 1.33, plot["sarathi"], 2048, "A6000"),
-        Published("in another plot", 1.5, plot["sarathi"].over(2.0), 1024, "A100"),
-        Published("seconds of another machine", 9, plot["orca"], 1024, within=None, unit=" s"),
-    ]
-    numbers[2] = replace(numbers[2], line=replace(plot["orca"], spec=".2f"))
+        table.add(context, {"orca": 1.0, "sarathi": 1.25})
+    table.add("all", {"sarathi": Bounded(1.5, "at least")})
+    half = replace(table["sarathi"], values={1024: 0.625})
+    in_seconds = replace(table["orca"], spec=".2f")
+    found.publish("at 2K", 1.33, table["sarathi"], 2048)
+    found.publish("in another table", 1.5, half, 1024, device="A100")
+    found.publish("seconds of another machine", 9, in_seconds, 1024, within=None, unit=" s")
     file = tmp_path / "p.png"
-    figure = draw(Finding([plot], [], numbers), "S-T4: gains", file, {**MACHINE, "threads": 2})
+    figure = draw(found, "S-T4: gains", file, {**MACHINE, "threads": 2})
     panel, strip = figure.get_axes()
     heights = bars(panel)
     assert sorted(heights.values()) == [1.0, 1.0, 1.25, 1.25, 1.5]
@@ -452,28 +477,27 @@ def test_few_sizes_and_names_are_bars_with_the_papers_numbers_on_them(tmp_path):
     assert [tick.get_text() for tick in panel.get_xticklabels()] == ["1,024", "2,048", "all"]
     texts = [text.get_text() for text in panel.texts]
     assert "1.25x" in texts and "\N{GREATER-THAN OR EQUAL TO} 1.50x" in texts
-    assert [tick.get_text() for tick in strip.get_yticklabels()] == ["in another plot"]
+    assert [tick.get_text() for tick in strip.get_yticklabels()] == ["in another table"]
     assert hollow(strip) == [(1.5, 0)] and strip.patches[0].get_width() == 0.625
     assert "hollow: published, SARATHI: A6000; A100" in figure.get_suptitle()
 
 
 def test_a_paper_number_far_outside_a_plot_does_not_squeeze_it(tmp_path):
-    plot = Plot("", x="batch", y="times", spec=".0fx")
-    plot.add("sarathi", 1, 5.0)
     for published, places in ((19.0, 1), (21.0, 0)):
-        number = Published("far", published, plot["sarathi"], 1)
-        figure = draw(Finding([plot], [], [number]), "S-F8: x", tmp_path / "p.png", MACHINE)
+        found = Finding()
+        table = found.table(x="batch", y="times", spec=".0fx")
+        table.add(1, {"sarathi": 5.0})
+        found.publish("far", published, table["sarathi"], 1)
+        figure = draw(found, "S-F8: x", tmp_path / "p.png", MACHINE)
         assert len(hollow(figure.get_axes()[0])) == places
 
 
 def test_operations_are_stacked_and_steps_lie_one_after_another(tmp_path):
-    stacked = Plot("times", x="batch", y="ms", spec=".1f", form="stacked")
-    for operation, ms in (("preproj", 2.0), ("attention", 3.0)):
-        stacked.add(operation, 6, ms)
-    steps = Plot("", x="step", y="iterations", spec=".1f", form="steps")
+    stacked = Table("times", x="batch", y="ms", spec=".1f", form="stacked")
+    stacked.add(6, {"preproj": 2.0, "attention": 3.0})
+    steps = Table("", x="step", y="iterations", spec=".1f", form="steps")
     for number, length in enumerate((1.0, 10.0, 1.0), 1):
-        steps.add("here", number, length)
-        steps.add("the post's", number, length)
+        steps.add(number, {"here": length, "the post's": length})
     figure = plot_panels([stacked, steps], "B-2", tmp_path / "p.png")
     below, above = figure.axes[0].patches
     assert above.get_y() == below.get_height() == 2.0 and above.get_height() == 3.0
@@ -484,10 +508,10 @@ def test_operations_are_stacked_and_steps_lie_one_after_another(tmp_path):
 
 
 def test_a_plot_ends_at_its_last_tick(tmp_path):
-    plot = Plot("", x="tokens", y="ms", spec=".1f", ticks=(1, 128))
+    table = Table("", x="tokens", y="ms", spec=".1f", ticks=(1, 128))
     for tokens in (1, 64, 127, 128, 129, 1024):
-        plot.add("iteration", tokens, float(tokens))
-    (axis,) = plot_panels([plot], "S-F7", tmp_path / "p.png").axes
+        table.add(tokens, {"iteration": float(tokens)})
+    (axis,) = plot_panels([table], "S-F7", tmp_path / "p.png").axes
     assert list(axis.lines[0].get_xdata()) == [1, 64, 127, 128]
 
 
@@ -503,21 +527,27 @@ def test_one_colour_has_one_meaning():
     ]
 
 
-def machines_of(bench_of_claims):
+@pytest.fixture
+def tiny(monkeypatch):
+    """A RealLab of a tiny model that serves requests of 64 tokens."""
+    _, options = bench.parse_args(TINY)
+    model = paper.load_model(options.model, options.max_len, positions_from="--max-len")
+    monkeypatch.setattr(RealLab, "_config", lambda *_: SMALL)
+    return RealLab(model, machine_info(), options.model, "cpu")
+
+
+def machines_of(lab):
     """The kinds of the machines that were made for claims."""
-    kinds = [type(result).__name__ for result in bench_of_claims.measured.values()]
+    kinds = [type(result).__name__ for result in lab.results.values()]
     return [kind for kind in kinds if kind.endswith("Machine")]
 
 
 @pytest.mark.slow
-def test_serving_claims_share_a_machine_and_print_nothing(monkeypatch, capsys):
-    _, options = bench.parse_args(TINY)
-    model = paper.load_model(options.model, options.max_len, positions_from="--max-len")
-    tiny = Bench(model, machine_info(), options.model, "cpu")
-    load = {"lengths": "8+4", "max_len": 64, "requests": 6, "batch": 4}
+def test_serving_claims_share_a_machine_and_print_nothing(tiny, capsys):
+    load = {"lengths": "8+4", "requests": 6, "batch": 4}
     for multiple in ("50x", "100x"):
         found = tiny.capacity(["vllm"], slo=multiple, **load)
-        assert found.results.keys() == {"vllm"} and found.slo_s > 0
+        assert found.qps.keys() == {"vllm"} and found.slo_s > 0
     assert machines_of(tiny) == ["RealMachine"]
     served = tiny.serve(["vllm", "sarathi-serve:8"], **load)
     again = tiny.serve(["vllm", "orca"], **load)
@@ -526,49 +556,37 @@ def test_serving_claims_share_a_machine_and_print_nothing(monkeypatch, capsys):
     assert busier.records["vllm"] is not served.records["vllm"]
     assert list(served.runs) == ["vllm", "sarathi-serve:8"]
     assert served.runs["vllm"].summary.finished == 6
-    rows = tiny.run_policies(
-        ["request-level", "sarathi:2"], seq_len=16, batch=2, chunk=4, requests=5, pd_ratio=4
-    )
-    assert rows.keys() == {"request-level", "sarathi:2"} and rows["request-level"].gain == 1
+    gains = tiny.gains(["request-level", "sarathi:2"], Lockstep(16, 2, 4, 5), pd_ratio=4)
+    assert gains.keys() == {"request-level", "sarathi:2"} and gains["request-level"] == 1
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.slow
-def test_token_budgets_meet_the_slos_that_they_are_for(monkeypatch):
-    _, options = bench.parse_args(TINY)
-    model = paper.load_model(options.model, options.max_len, positions_from="--max-len")
-    tiny = Bench(model, machine_info(), options.model, "cpu")
-
+def test_token_budgets_meet_the_slos_that_they_are_for(tiny, monkeypatch):
     def time_by_law(runner, cases, repeats=2):
         return [Profiled(*case, seconds=1e-3 * (2 + case[0])) for case in cases]
 
     monkeypatch.setattr(token_budget, "time_iterations", time_by_law)
     monkeypatch.setattr(timing.Probe, "take", lambda *_: 0.0)
-    monkeypatch.setattr(Bench, "_limits", lambda *_: SMALL_LIMITS)
     found = tiny.token_budgets(["1x", "2x"], decodes=4, max_budget=64, tile=4)
     assert found.slos_s["1x"] == pytest.approx(0.034)  # 32 decodes
     assert found.budgets == {"1x": 32, "2x": 64} and not found.busy
+    assert found.budgets["2x"].bound == "at least" and not found.budgets["1x"].bound
     assert tiny.token_budgets(["1x", "2x"], decodes=4, max_budget=64, tile=4) is found
-    busy = [row._replace(spread=1.0) for row in found.profile]
-    assert replace(found, profile=busy).busy
 
 
 @pytest.mark.slow
-def test_capacities_of_a_quick_run_are_simulated(monkeypatch):
-    _, options = bench.parse_args(TINY)
-    model = paper.load_model(options.model, options.max_len, positions_from="--max-len")
-    quick = Bench(model, machine_info(), options.model, "quick")
-    load = {"lengths": "8+4", "max_len": 64, "requests": 12, "batch": 4}
-    found = quick.capacity(["vllm"], slo="50x", **load)
-    (trial, *_) = found.results["vllm"].trials
-    assert trial.verdict.summary.finished == 12
-    assert machines_of(quick) == ["RealMachine", "FittedMachine"]
+def test_capacities_of_a_quick_run_are_simulated(tiny):
+    tiny.size = "quick"
+    tiny.capacity(["vllm"], slo="50x", lengths="8+4", requests=12, batch=4)
+    assert machines_of(tiny) == ["RealMachine", "FittedMachine"]
 
 
 def test_the_papers_number_stands_beside_ours_in_a_table():
-    number = Published("first", 0.7, PLOT["vllm"], 1, unit=" ms")
-    other = Published("of another plot", 0.9, replace(PLOT["vllm"], title="else"), 3)
-    texts = report.numbers_in(PLOT, [number, other])
+    found = Finding()
+    found.publish("first", 0.7, PLOT["vllm"], 1, unit=" ms")
+    found.publish("of another table", 0.9, replace(PLOT)["dynamic"].times(1), 1)
+    texts = report.numbers_in(PLOT, found.published)
     assert texts == {("vllm", 1): "0.70 ms"}
     assert "| 0.50 (paper: 0.70 ms) |" in PLOT.markdown(texts)
 
@@ -576,14 +594,3 @@ def test_the_papers_number_stands_beside_ours_in_a_table():
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.id)
 def test_a_claim_says_what_it_says_in_a_dozen_words(claim):
     assert 4 <= len(claim.clause.split()) <= 20 and len(f"{claim.id}: {claim.clause}") <= 90
-
-
-def test_results_of_an_older_format_are_measured_anew(claims, tmp_path):
-    run(tmp_path, "--only SS-F10,B-1")
-    file = tmp_path / "paper.json"
-    kept = json.loads(file.read_text())
-    kept["claims"]["SS-F10"] = {"claim": "SS-F10", "number": 5, "paper": "6"}
-    file.write_text(json.dumps(kept))
-    claims.take()
-    run(tmp_path, "--only SS-F10,B-1")
-    assert claims.take() == ["SS-F10"]

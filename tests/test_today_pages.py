@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import bench
+from lab.claims import today
+from lab.claims.today_rules import TinyLoad, conduct_of, smallest_difference, steps_of
 from lab.commands import today as command
-from lab.papers import today
-from lab.papers.today_rules import TinyLoad, conduct_of, smallest_difference, steps_of
 from policies import TODAY
 
 README = (Path(__file__).parents[1] / "policies/README.md").read_text("utf-8")

@@ -47,7 +47,7 @@ from page.records import Recorder
 from page.site import write_packed, write_runs
 from policies.pools import Pools
 
-TRACE = Path(__file__).parents[1] / "papers" / "a_to_d.csv"  # A and B, then C and D
+TRACE = Path(__file__).parents[1] / "claims" / "a_to_d.csv"  # A and B, then C and D
 CPU_RESULT = Path(__file__).parents[2] / "results/epyc-2-threads/chunk-256.json"
 POLICIES = (
     "vllm",

@@ -4,7 +4,7 @@
     python bench.py paper --only S-F9,'SS-*'   some claims, by their ids
 
 What is done is kept in results/<machine>, see `folder_of`: paper.json, from which paper.md is made,
-and pictures. A run that was interrupted goes on where it was. Read first: lab/papers/measured.py
+and pictures. A run that was interrupted goes on where it was. Read first: lab/claims/claims.py
 and report.py."""
 
 import fnmatch
@@ -27,11 +27,13 @@ from cli.loading import (
     resolve_model,
 )
 from cli.options import OptionParser, PerDevice, from_args, nonempty_text, option, whole, wrote
+from lab.claims import report
+from lab.claims.claim import Claim
+from lab.claims.claims import CLAIMS
+from lab.claims.labs import RealLab, Size
+from lab.claims.provenance import age
 from lab.measure import timing
-from lab.measure.machine_info import measure_machine
-from lab.papers import report
-from lab.papers.bench import Bench, Size
-from lab.papers.measured import CLAIMS, Claim
+from lab.measure.machine_info import RealMachineInfo, measure_machine
 
 VENDORS = r"\((r|tm)\)|\b(amd|intel|nvidia|cpu|processor|\d+-core)\b|@.*"
 BAR_FORMAT = "{desc} |{bar}| {elapsed}, {remaining} left"
@@ -112,8 +114,8 @@ def main(options: PaperOptions) -> None:
     model = load_model(options.model, options.max_len, positions_from="--max-len")
     machine = measure_machine(model, options.model.name, rows=256)
     machine = replace(machine, model=Path(machine.model).name)  # say nothing of where files lie
-    bench = Bench(model, machine, options.model, size_of(device, options.quick))
-    conditions = report.conditions_of(machine, bench)
+    lab = RealLab(model, machine, options.model, size_of(device, options.quick))
+    conditions = conditions_of(machine, options.model, lab.size)
     todo = claims_to_measure(options, results, conditions)
     directory.mkdir(parents=True, exist_ok=True)
     report.save_results(results, machine, directory)  # errors of writing come before a long run
@@ -125,12 +127,27 @@ def main(options: PaperOptions) -> None:
             seconds = claim.seconds_of(options.quick)
             bar.set_description(f"{claim.id}, about {seconds} s")
             picture = str(directory / f"paper-{claim.id}.png")
-            record = report.measure_claim(claim, bench.for_claim(picture), conditions)
-            results.claims[claim.id] = record
+            record = report.measure_claim(claim, lab.for_claim(picture), conditions)
+            results[claim.id] = record
             report.save_results(results, machine, directory)
             bar.write(f"{record.text}\n")
             bar.update(seconds)
     wrote(str(directory / "paper.json"), str(directory / "paper.md"))
+
+
+def conditions_of(machine: RealMachineInfo, model: ModelOptions, size: Size) -> dict[str, Any]:
+    """The conditions that numbers depend on. If one differs, a claim is measured again."""
+    return {
+        "device": machine.device,
+        "threads": machine.threads,
+        "torch": machine.torch,
+        "model": machine.model,
+        "dtype": machine.dtype,
+        "attention": model.attention,
+        "seed": model.seed,
+        "compile": model.compile,
+        "quick": size == "quick",  # on a GPU nothing is
+    }
 
 
 def size_of(device: torch.device, quick: bool) -> Size:
@@ -157,9 +174,11 @@ def folder_of(device: str, threads: int, dtype: str | None = None) -> str:
 def print_list(options: PaperOptions, results: report.Results) -> None:
     """Say what the claims are, how long each takes, and which are done."""
     for claim in options.claims:
-        record = results.claims.get(claim.id)
+        record = results.get(claim.id)
         is_done = record is not None and record.verdict not in report.TRIED_AGAIN
-        status = ", done" if is_done else ""
+        status = ""
+        if record is not None and is_done:
+            status = ", ".join(["", "done", *filter(None, [age(record.provenance)])])
         print(f"{claim.name} ({claim.seconds_of(options.quick)} s{status})\n    {claim.sentence}")
 
 
@@ -171,9 +190,7 @@ def claims_to_measure(
         return options.claims
     good_conditions = (conditions, conditions | {"quick": False})
     return [
-        claim
-        for claim in options.claims
-        if not is_done(results.claims.get(claim.id), good_conditions)
+        claim for claim in options.claims if not is_done(results.get(claim.id), good_conditions)
     ]
 
 

@@ -4,7 +4,7 @@
     python bench.py pools --plot pools.png          finer rates, longer runs
 
 Sweeps the targets and the split, the P:D ratio, the link and the number of GPUs, then checks what
-DistServe and Splitwise have found. Read first: lab/simulator/goodput.py, lab/papers/pools.py."""
+DistServe and Splitwise have found. Read first: lab/simulator/goodput.py, lab/claims/pools.py."""
 
 import json
 from argparse import Namespace
@@ -26,10 +26,10 @@ from cli.options import (
     wrote,
 )
 from cli.tables import Cell, format_table
+from lab.claims.jobs import run_all
+from lab.claims.pools import LinkRow, Row, check_findings, describe
 from lab.commands.pipeline import trace_event
 from lab.commands.simulate import Workers, processes_option
-from lab.papers.pools import LinkRow, Row, check_findings, describe
-from lab.papers.systems import run_all
 from lab.simulator.cost_model import CostModel
 from lab.simulator.goodput import (
     Cluster,

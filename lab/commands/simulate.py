@@ -3,9 +3,10 @@
     python bench.py simulate                      the claims that need the papers' GPUs
     python bench.py simulate --only pipeline      one of them
 
-Read first: lab/simulator/simulation.py and lab/papers/simulated.py, which makes these tables."""
+Read first: lab/simulator/simulation.py and lab/claims/claims.py."""
 
 import gc
+import math
 import os
 import pickle
 import signal
@@ -32,14 +33,17 @@ from cli.options import (
     write_json,
     wrote,
 )
-from lab.papers.comparison import Table
-from lab.papers.simulated import EXPERIMENTS
-from lab.papers.systems import Setup
+from cli.tables import Cell, format_table
+from lab.claims.claim import Claim, Finding
+from lab.claims.claims import EXPERIMENTS
+from lab.claims.jobs import Setup
+from lab.claims.picture import draw
+from lab.claims.provenance import provenance
+from lab.claims.report import numbers_in
+from lab.claims.table import plain
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-
-DRAWN = [name for name, experiment in EXPERIMENTS.items() if experiment.is_drawn]
 
 INTRODUCTION = """\
 Simulated, with the constants in devices.py. Claims as in the papers:
@@ -68,7 +72,7 @@ class SimulateOptions:
 
     command: str
     only: list[str] = option(
-        "from " + ", ".join(f"{name} ({each.claims})" for name, each in EXPERIMENTS.items()),
+        "from " + ", ".join(f"{name} ({each.ids})" for name, each in EXPERIMENTS.items()),
         type=split_names,
         default=list(EXPERIMENTS),
         default_text="all",
@@ -85,7 +89,7 @@ class SimulateOptions:
     )
     processes: int = processes_option("simulate so many at once")
     plot: str | None = plot_option(
-        "draw pipelines, and tables as bars: p.png makes p-SS-F8.png, p-S-T4.png and others"
+        "draw each claim: p.png makes p-SS-F8.png, p-S-T4.png and others"
     )
     json: str | None = json_option()
 
@@ -96,10 +100,8 @@ def add_options(parser: OptionParser) -> None:
 
 
 def resolve(parser: OptionParser, args: Namespace) -> SimulateOptions:
-    """The options. Exits with a message if there is no such experiment, or nothing to draw."""
+    """The options. Exits with a message if there is no such experiment."""
     check_names(parser, args.only, EXPERIMENTS)
-    if args.plot and not set(DRAWN) & set(args.only):
-        parser.error(f"--plot: --only leaves out all that is drawn: {', '.join(DRAWN)}")
     return from_args(SimulateOptions, args)
 
 
@@ -110,46 +112,84 @@ def check_names(parser: OptionParser, names: Sequence[str], known: Collection[st
         parser.error(f"--only {unknown[0]}: must be from {', '.join(known)}")
 
 
+@dataclass(frozen=True)
+class Simulated:
+    """A claim, and what was found of it."""
+
+    claim: Claim
+    finding: Finding
+
+    def markdown(self) -> str:
+        """What is printed: the claim, the paper's numbers with ours, and the tables."""
+        rows: dict[str, list[Cell]] = {}
+        for each in self.finding.published:
+            rows[each.text] = [
+                ("paper", each.paper_text, ""),
+                ("simulated", each.here_text, ""),
+                ("error", each.error, "+.0%"),
+            ]
+        parts = [self.claim.name, self.claim.text, format_table("number", rows)]
+        for table in self.finding.tables:
+            parts.append(table.markdown(numbers_in(table, self.finding.published)))
+        return "\n\n".join(part for part in parts if part)
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers, those of the paper with ours and its error."""
+        numbers = [
+            {
+                "text": each.text,
+                "paper": each.paper,
+                "simulated": plain(each.here),
+                "error": None if each.error == math.inf else each.error,
+            }
+            for each in self.finding.published
+        ]
+        return {
+            "claim": self.claim.id,
+            "title": self.claim.title,
+            "text": self.claim.text,
+            "numbers": numbers,
+            "tables": [table.to_json() for table in self.finding.tables],
+        }
+
+
 def main(options: SimulateOptions) -> None:
-    """Run the experiments, print their tables and how many numbers came out, draw and write."""
-    tables: list[Table] = []
+    """Simulate the claims, print them and how many numbers came out, draw and write."""
+    done: list[Simulated] = []
+    pictures: list[str] = []
     workers = Workers(options.processes)
-    print(INTRODUCTION)
+    setup = Setup(run=workers, requests=options.requests, cpu_ms=options.cpu_ms)
+    print(f"{INTRODUCTION}Sarathi-Serve's and the post's: {setup}.\n")
     try:
         for name in options.only:
             workers.name = name
-            setup = Setup(run=workers, requests=options.requests, cpu_ms=options.cpu_ms)
-            for table in EXPERIMENTS[name].function(setup):
-                print_table(table)
-                tables.append(table)
+            experiment = EXPERIMENTS[name]
+            lab = experiment.lab(setup)
+            for claim in experiment.claims:
+                lab.picture = picture_of(claim, options.plot)
+                simulated = Simulated(claim, claim.function(lab))
+                if lab.picture and not simulated.finding.has_picture:
+                    draw(simulated.finding, f"{claim.name}, simulated", lab.picture, None)
+                print(f"{simulated.markdown()}\n")
+                done.append(simulated)
+                pictures += [lab.picture] if lab.picture else []
     finally:
-        if tables:  # also if this was interrupted
-            print_conclusion(tables)
-            write_json(options, {"tables": [table.to_json() for table in tables]})
-            wrote(options.json)
-            draw_all(tables, options.plot)
+        if done:  # also if this was interrupted
+            print_conclusion(done)
+            claims = [simulated.to_json() for simulated in done]
+            write_json(options, {"provenance": provenance(), "claims": claims})
+            wrote(options.json, *pictures)
 
 
-def draw_all(tables: Sequence[Table], plot: str | None) -> None:
-    """Write a picture of each table that is drawn, if there is --plot."""
-    for table in tables:
-        if plot and table.figure is not None:
-            file = Path(plot).with_stem(f"{Path(plot).stem}-{table.claim}")
-            table.figure(f"{table.claim}: {table.title}", file)
-            wrote(file)
+def picture_of(claim: Claim, plot: str | None) -> str:
+    """The file in which a claim is drawn: p-S-T4.png for p.png; "" without one."""
+    return str(Path(plot).with_stem(f"{Path(plot).stem}-{claim.id}")) if plot else ""
 
 
-def print_table(table: Table) -> None:
-    """Print a table with its title and its note, and an empty line after each."""
-    print(f"{table.claim}: {table.title}\n")
-    print(f"{table.to_markdown()}\n")
-    if table.note:
-        print(f"{table.note}\n")
-
-
-def print_conclusion(tables: Sequence[Table]) -> None:
+def print_conclusion(done: Sequence[Simulated]) -> None:
     """Print how many of the published numbers came out, if any were compared."""
-    errors = [error for table in tables for error in table.errors]
+    published = [each for simulated in done for each in simulated.finding.published]
+    errors = [abs(each.error) for each in published if each.error is not None]
     if not errors:
         return
     within_10 = sum(error <= 0.1 for error in errors)

@@ -4,7 +4,7 @@
     python bench.py today --only long-prompt    one of them
     python bench.py today --write policies      make policies/README.md and its pictures again
 
-All is simulated. Read first: policies/today.py. Read next: lab/papers/today.py, the pages."""
+All is simulated. Read first: policies/today.py. Read next: lab/claims/today.py, the pages."""
 
 from argparse import Namespace
 from contextlib import closing
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cli.options import OptionParser, from_args, nonempty_text, option, write_text, wrote
+from lab.claims.today import PAGES, Page
 from lab.commands.simulate import check_names, results_of, split_names
-from lab.papers.today import PAGES, Page
 from lab.pictures.bars import plot_bars
 
 INTRODUCTION = """\

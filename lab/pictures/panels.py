@@ -1,7 +1,7 @@
 """Draw the tables of a claim side by side, with the paper's numbers hollow where ours stand.
 
 A panel of many x is a diagram of lines. Few x, up to three, are categories, and so are texts: they
-are drawn as bars. Read first: style.py, bars.py, lab/papers/plot.py."""
+are drawn as bars. Read first: style.py, bars.py, lab/claims/table.py."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ Handles = dict[str, Any]  # artists and containers of bars: what stands for each
 
 
 class Panel(Protocol):
-    """A diagram with a line for each name. lab.papers.plot.Plot is one."""
+    """A diagram with a line for each name. lab.claims.table.Table is one."""
 
     @property
     def title(self) -> str: ...

@@ -1,14 +1,14 @@
-"""Plots: the numbers of a claim, drawn as lines and printed as a table.
+"""Tables: the numbers of a claim, a column for each name, which a picture shows as lines.
 
-    times = Plot("time of a batch", x="tokens", y="ms", spec=".1f")
-    times.add("prefill", x=512, y=40.0)
+    times = Table("time of a batch", x="tokens", y="ms", spec=".1f")
+    times.add(512, {"prefill": 40.0})
     times["prefill"].at(512)
 
-A number that is not known, None, is a gap. Read next: checks.py, which compares lines."""
+A number that is not known, None, is a gap. Read next: claim.py, which compares lines."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from cli.tables import markdown, show
 from lab.measure.capacity import Bounded
@@ -19,15 +19,13 @@ Y = float | None
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a plot, or what is computed from lines: a number at each x of the plot."""
+    """A column of a table, or what is computed from columns: a number at each x."""
 
+    table: "Table"  # may have more x, where the line has gaps
     name: str
-    title: str  # of the plot
-    x_label: str
     spec: str  # the format of its numbers
     timed: bool  # whether its numbers depend on times that were measured
-    xs: tuple[X, ...]  # of the whole plot, in order; the line may have gaps
-    values: dict[X, Y]
+    values: Mapping[X, Y]
 
     def at(self, x: X) -> Y:
         """The number at x, None in a gap."""
@@ -36,42 +34,40 @@ class Line:
     @property
     def known(self) -> dict[X, float]:
         """Its numbers but for gaps, in order."""
-        return {x: y for x in self.xs if (y := self.at(x)) is not None}
+        return {x: y for x in self.table.xs if (y := self.at(x)) is not None}
 
     def times(self, factor: float) -> "Line":
         """This line, each number multiplied."""
         values = {x: None if y is None else factor * y for x, y in self.values.items()}
         return replace(self, name=f"{factor:g} * {self.name}", values=values)
 
-    def over(self, other: "Line | float", spec: str = "") -> "Line":
-        """This line over another one, where both are known, or over a number. The quotient has
-        this line's format, or `spec`."""
-        values = {}
-        for x in self.xs:
-            divisor = other.at(x) if isinstance(other, Line) else other
-            values[x] = over(self.at(x), divisor)
+    def over(self, other: "Line", spec: str = "") -> "Line":
+        """This line over another one, where both are known. The quotient has this line's format, or
+        `spec`."""
         return replace(
             self,
-            name=f"{self.name} / {name_of(other)}",
+            name=f"{self.name} / {other.name}",
             spec=spec or self.spec,
-            timed=self.timed or (isinstance(other, Line) and other.timed),
-            values=values,
+            timed=self.timed or other.timed,
+            values={x: over(self.at(x), other.at(x)) for x in self.table.xs},
         )
 
     def x_of_largest(self) -> X:
         """Where its largest number is; the first x if no number is known."""
         known = self.known
-        return max(known, key=lambda x: known[x], default=self.xs[0])
+        return max(known, key=lambda x: known[x], default=self.table.xs[0])
 
     def x_of_smallest(self) -> X:
         """Where its smallest number is; the first x if no number is known."""
         known = self.known
-        return min(known, key=lambda x: known[x], default=self.xs[0])
+        return min(known, key=lambda x: known[x], default=self.table.xs[0])
 
 
-def name_of(term: Line | float) -> str:
-    """The text of a line or a number in the description of a check."""
-    return term.name if isinstance(term, Line) else f"{term:g}"
+def plain(y: Y) -> float | str | None:
+    """A number for JSON. One that is a bound is a text, such as "at least 6"."""
+    if isinstance(y, Bounded) and y.bound:
+        return f"{y:.4g}"
+    return y
 
 
 def over(a: Y, b: Y) -> Y:
@@ -82,12 +78,12 @@ def over(a: Y, b: Y) -> Y:
 
 
 @dataclass
-class Plot:
-    """Numbers as a diagram with a line for each name, and as a table with a column for each."""
+class Table:
+    """Numbers by a name and an x: columns of a table, or lines of a diagram."""
 
-    title: str
-    x: str  # what is on the axes, with units
-    y: str
+    title: str = ""
+    x: str = ""  # what is on the axes, with units
+    y: str = ""
     spec: str = ".2fx"  # the format of a number, as of cli.tables.show
     log: Literal["", "x", "y", "xy"] = ""  # the axes that are logarithmic
     form: Literal["", "stacked", "steps"] = ""  # of the picture: lines or bars, stacked bars, lanes
@@ -95,14 +91,10 @@ class Plot:
     timed: bool = True  # whether the numbers depend on measured times, or are counted or computed
     lines: dict[str, dict[X, Y]] = field(default_factory=dict)  # {name: {x: number}}
 
-    def add(self, line: str, x: X, y: Y) -> None:
-        """Add a number to a line. None is a gap."""
-        self.lines.setdefault(line, {})[x] = y
-
-    def add_row(self, x: X, numbers: Mapping[str, Y]) -> None:
-        """Add a number at x to each of these lines."""
+    def add(self, x: X, numbers: Mapping[str, Y]) -> None:
+        """Add a number at x to each of these lines. None is a gap."""
         for line, y in numbers.items():
-            self.add(line, x, y)
+            self.lines.setdefault(line, {})[x] = y
 
     @property
     def xs(self) -> tuple[X, ...]:
@@ -113,7 +105,7 @@ class Plot:
         """The line of that name. Raises KeyError if there is none."""
         if name not in self.lines:
             raise KeyError(f"{name}: no line of {self.title!r}, which has {', '.join(self.lines)}")
-        return self._line(name, self.lines[name])
+        return Line(self, name, self.spec, self.timed, self.lines[name])
 
     def all_lines(self) -> list[Line]:
         """All lines, in order."""
@@ -126,18 +118,7 @@ class Plot:
         for x in self.xs:
             numbers = [y for line in lines if (y := line.at(x)) is not None]
             values[x] = max(numbers, default=None)
-        return self._line(name, values)
-
-    def _line(self, name: str, values: dict[X, Y]) -> Line:
-        return Line(
-            name=name,
-            title=self.title,
-            x_label=self.x,
-            spec=self.spec,
-            timed=self.timed,
-            xs=self.xs,
-            values=values,
-        )
+        return replace(lines[0], name=name, values=values)
 
     def markdown(self, published: Mapping[tuple[str, X], str] | None = None) -> str:
         """The table, a row for each x, under the title. `published` has texts of the paper's
@@ -153,6 +134,9 @@ class Plot:
         heading = f"{self.title}: {self.y}".removeprefix(": ")
         return f"{heading}\n\n{markdown(dict.fromkeys([self.x, *self.lines], ''), rows)}"
 
-    def to_json(self) -> dict[str, object]:
-        """What paper.json keeps."""
-        return asdict(self)
+    def to_json(self) -> dict[str, Any]:
+        """All fields."""
+        lines = {
+            name: {x: plain(y) for x, y in values.items()} for name, values in self.lines.items()
+        }
+        return asdict(self) | {"lines": lines}

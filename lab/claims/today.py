@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from cli.tables import format_table
+from lab.claims.today_loads import MODEL, Server, latencies, serve
+from lab.claims.today_rules import Step, conduct_of, differs, smallest_difference
 from lab.measure.capacity import possible_qps
 from lab.measure.workload import Arrival, poisson, sample_lengths
-from lab.papers.today_loads import MODEL, Server, latencies, serve
-from lab.papers.today_rules import Step, conduct_of, differs, smallest_difference
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from lab.simulator.random_loads import random_load

@@ -1,10 +1,9 @@
 """Checks: the relations between lines in which the trend of a claim shows.
 
-    falls(decode, because="All decodes of a batch share one reading of the weights.")
-    less(1.02, gain, because="...", where=ridge_above(bench, chunk))
+    less(1.02, gain), falls(decode)
 
 A check says why it follows from the arithmetic and, unless that is so on any device, where. Nothing
-is claimed about a number that is not known. Read first: plot.py. Read next: finding.py."""
+is claimed about a number that is not known. Read first: table.py. Read next: labs.py, claim.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from itertools import pairwise
 from typing import Literal
 
 from cli.tables import show
-from lab.papers.plot import Line, name_of
+from lab.claims.table import Line
 
 NOISE = 1.1  # up to this factor two numbers may differ by chance
 
@@ -31,44 +30,48 @@ ANYWHERE = Condition("any device computes", is_met=True, here="")
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A relation that shows a trend, and why it must show."""
+    """A relation in which a trend shows, and why it must show."""
 
     description: str  # "decode falls"
-    because: str  # a sentence: why it follows from the arithmetic
-    holds: bool
-    where: Condition = ANYWHERE
-    title: str = ""  # of the plot
+    failure: str  # "not at 2, 3", "not so", or "not known"; "" if it holds
+    title: str = ""  # of the table
     timed: bool = True  # whether measured times are compared, which other programs may disturb
-    failure: str = ""  # "not at 2, 3", "not so", or "not known"; "" if it holds
+    because: str = ""  # a sentence: why it follows from the arithmetic
+    where: Condition = ANYWHERE
 
     @property
-    def is_expected(self) -> bool:
-        """Whether it must show on this device."""
-        return self.where.is_met
+    def holds(self) -> bool:
+        """Whether the relation shows."""
+        return not self.failure
 
     def __str__(self) -> str:
         """What does not show, and whether that was to be expected; "" if it holds."""
         if self.holds:
             return ""
         text = f"{self.title}: {self.description}: {self.failure}".removeprefix(": ")
-        if self.is_expected:
+        if self.where.is_met:
             return f"{text}; it should be so: {self.because.removesuffix('.')}"
         return f"{text}; expected only where {self.where.description}, and {self.where.here}"
 
+    @property
+    def reason(self) -> str:
+        """What is checked, where, and why it must show: a sentence."""
+        where = "" if self.where is ANYWHERE else f", where {self.where.description}"
+        title = f"{self.title}: " if self.title else ""
+        return f"{title}{self.description}{where}: {self.because}"
 
-def rises(line: Line, *, because: str, where: Condition = ANYWHERE) -> Check:
+
+def rises(line: Line) -> Check:
     """The line ends above its start, by more than noise of 10 %, and falls nowhere by more."""
-    return _goes(line, "rises", [*line.known.values()], because, where)
+    return _goes(line, "rises", list(line.known.values()))
 
 
-def falls(line: Line, *, because: str, where: Condition = ANYWHERE) -> Check:
+def falls(line: Line) -> Check:
     """The line ends below its start, by more than noise of 10 %, and rises nowhere by more."""
-    return _goes(line, "falls", [*line.known.values()][::-1], because, where)
+    return _goes(line, "falls", list(line.known.values())[::-1])
 
 
-def _goes(
-    line: Line, direction: str, values: Sequence[float], because: str, where: Condition
-) -> Check:
+def _goes(line: Line, direction: str, values: Sequence[float]) -> Check:
     """The Check that these values rise; `direction` is what the line does then."""
     goes_back = any(low > NOISE * high for low, high in pairwise(values))
     failure = ""
@@ -76,35 +79,19 @@ def _goes(
         failure = "not known"
     elif goes_back or NOISE * values[0] >= values[-1]:
         failure = "not so"
-    return Check(
-        description=f"{line.name} {direction}",
-        because=because,
-        holds=not failure,
-        where=where,
-        title=line.title,
-        timed=line.timed,
-        failure=failure,
-    )
+    description = f"{line.name} {direction}"
+    return Check(description=description, failure=failure, title=line.table.title, timed=line.timed)
 
 
-def less(
-    *terms: Line | float,
-    because: str,
-    where: Condition = ANYWHERE,
-    at: Literal["start", "end", ""] = "",
-) -> Check:
+def less(*terms: Line | float, at: Literal["start", "end", ""] = "") -> Check:
     """Each term is less than the next, at every x, or only at the first or the last one.
 
     Nothing is claimed of an x at which one of the terms is not known, but one must be known."""
     lines = [term for term in terms if isinstance(term, Line)]
-    description = " < ".join(name_of(term) for term in terms)
-    xs = lines[0].xs
-    if at == "start":
-        description += ", at the start"
-        xs = xs[:1]
-    if at == "end":
-        description += ", at the end"
-        xs = xs[-1:]
+    names = [term.name if isinstance(term, Line) else f"{term:g}" for term in terms]
+    xs = lines[0].table.xs
+    if at:
+        xs = xs[:1] if at == "start" else xs[-1:]
     failed_at: list[str] = []
     is_known = False
     for x in xs:
@@ -115,17 +102,10 @@ def less(
         is_known = True
         if not all(low < high for low, high in pairwise(known)):
             failed_at.append(show(x, ","))
-    failure = ""
-    if not is_known:
-        failure = "not known"
-    elif failed_at:
-        failure = f"not at {', '.join(failed_at)}"
+    failure = f"not at {', '.join(failed_at)}" if failed_at else ""
     return Check(
-        description=description,
-        because=because,
-        holds=not failure,
-        where=where,
-        title=lines[0].title,
+        description=" < ".join(names) + (f", at the {at}" if at else ""),
+        failure=failure if is_known else "not known",
+        title=lines[0].table.title,
         timed=any(line.timed for line in lines),
-        failure=failure,
     )

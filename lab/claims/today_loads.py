@@ -1,4 +1,4 @@
-"""Loads of lab/papers/today.py: how a policy is run on one, and what is printed of it.
+"""Loads of lab/claims/today.py: how a policy is run on one, and what is printed of it.
 
 Read next: today.py."""
 

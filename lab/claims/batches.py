@@ -1,0 +1,505 @@
+"""Claims about chunks and hybrid batches: what decodes and chunks cost each other.
+
+Each function asks a lab for the times of batches that are made by hand: no scheduler is under test
+here. Some hold posts against the device, where these contradict themselves or the paper that they
+tell of. Short ones to begin with: s_f13 and ss_f9b.
+
+S is SARATHI, SS Sarathi-Serve, B a post on schedulers, C a Chinese post, "SARATHI 之 Chunked
+Prefill"; F is a figure, T a table. Read first: phases.py. Read next: offline.py."""
+
+from lab.claims.checks import falls, less, rises
+from lab.claims.claim import LLAMA_13B, YI_34B, Finding, claim
+from lab.claims.labs import Lab
+from lab.claims.table import Table, over
+from lab.measure.batch_times import TimedChunk, chunks_of, decodes, prompts
+from lab.measure.capacity import Bounded
+
+SHARES_READING = "Alone B decodes share one reading of the weights; riding they need none."
+OWN_KEYS = "A decode reads its own keys and values, whoever shares its batch."
+ROWS_ABOVE_RIDGE = "Above the ridge the rows of a chunk take as long as those of a prompt."
+TWICE_THE_ROWS = (
+    "Decodes alone take as long as the ridge has rows, with a chunk there are twice as many at "
+    "most; half of that again is room for attention."
+)
+
+
+@claim(
+    "How much cheaper a decode is beside a chunk of 256, over batch and context",
+    seconds=(50, 155),
+    covers=("S-T2",),
+)
+def s_f8(lab: Lab) -> Finding:
+    """S-F8: a decode costs less beside a chunk of 256 than in a batch of its own.
+
+    Table 2 has a chunk of 1,021 and three decodes, at 1,024 tokens. Its caption says four prompts,
+    but 0.229 ms for a token make it one of 1,024. The paper does not say its smallest batch. Its
+    Table 4 (S-T4) has 2.51x, less than the 2.8x, at 3,072 tokens and B = 6.
+
+    The first two batches of Table 2 are what the cost model's constants of an A6000 were set by,
+    the attention of the third what three decodes beside a chunk take longer: 1.73 ms each, where
+    four alone take 1.42. These rates, 116 Tflop/s and 584 GB/s, meet at 199 rows; section 5.1.2
+    says 53 flops per byte, which is about the data sheet's rate without tensor cores."""
+    chunk = lab.scaled(256)
+    batch_sizes = lab.pick(  # {context: those that fit}
+        gpu={1024: [2, 4, 6, 10, 18], 2048: [2, 4, 6, 10], 3072: [2, 4, 6]},
+        cpu={512: [6, 18], 1024: [6, 18], 2048: [6, 18]},
+        quick={256: [6, 18], 512: [6, 18]},
+    )
+    finding = Finding(LLAMA_13B)
+    speedups = finding.table(x="batch", y="decode speedup, by context", spec=".1fx")
+    for context, sizes in batch_sizes.items():
+        cost = finding.table(f"{context:,} tokens", x="batch", y="ms per token", spec=".2f")
+        for size in sizes:
+            hybrid = lab.decode_maximal(context=context, batch=size, chunk=chunk)
+            speedups.add(size, {f"context {context:,}": hybrid.speedup})
+            cost.add(
+                size,
+                {
+                    "decode alone": hybrid.decode_only.decode_token_ms,
+                    "riding": hybrid.decode_maximal.decode_token_ms,
+                    "prefill": hybrid.prefill_only.prefill_token_ms,
+                },
+            )
+    largest = max(size for sizes in batch_sizes.values() for size in sizes)
+    lines = speedups.all_lines()
+    for line in lines:
+        finding.expect(less(1, line), SHARES_READING, lab.ridge_above(largest))
+        finding.expect(falls(line), SHARES_READING, lab.ridge_above(largest))
+    shortest = lines[0]
+    longest = lines[-1]
+    finding.expect(
+        less(longest, shortest),
+        "Riding spares no reading of keys, and longer contexts have more.",
+        lab.ridge_above(4 * largest),
+    )
+    publish_table_2(lab, finding)
+    finding.publish("decode speedup, largest", 10, shortest, shortest.x_of_largest())
+    finding.publish("decode speedup, smallest", 2.8, longest, longest.x_of_smallest())
+    return finding
+
+
+def publish_table_2(lab: Lab, finding: Finding) -> None:
+    """Add Table 2: a prompt, four decodes, and three of them beside a chunk."""
+    whole = lab.scaled(1024)
+    hybrid = lab.decode_maximal(context=whole, batch=4, chunk=whole)
+    speedup = Table("Table 2", x="context", spec=".1fx")
+    speedup.add(whole, {"decode speedup": hybrid.speedup})
+    table_2 = finding.table("Table 2", x="batch", y="ms", spec=".2f")
+    batches = {"prefill": hybrid.prompt, "decodes": hybrid.decode_only}
+    for name, row in (batches | {"both": hybrid.decode_maximal}).items():
+        linear_ms = row.products_ms - row.head_ms
+        table_2.add(name, {"linear": linear_ms, "attention": row.attention_ms})
+        table_2.add(name, {"a decode": row.decode_token_ms})
+    finding.expect(less(1, speedup["decode speedup"]), SHARES_READING, lab.ridge_above(4))
+    finding.publish(
+        "decode speedup, 1,021 + 3 tokens, Table 2", 12.49 / 1.2, speedup["decode speedup"], whole
+    )
+    published = {
+        "prefill": {"linear": 224.8, "attention": 10},
+        "decodes": {"linear": 44.28, "attention": 5.68, "a decode": 12.49},
+        "both": {"linear": 223.2, "attention": 15.2, "a decode": 1.2},
+    }
+    for batch, row in published.items():
+        for part, paper_ms in row.items():
+            finding.publish(
+                f"{part}, {batch} of Table 2",
+                paper_ms,
+                table_2[part],
+                batch,
+                within=None,
+                unit=" ms",
+            )
+
+
+@claim("What riding saves a decode: weights, or keys and values", seconds=(1, 1))
+def c_1(lab: Lab) -> Finding:
+    """C-1: riding saves a decode its reading of the weights, not that of its keys and values.
+
+    The Chinese post says that decodes become cheaper by reusing the KV cache of the chunk, and that
+    the load of their own is spread over chunks. SARATHI says neither (section 4.3.1): attention
+    costs as before, 1.73 ms a decode riding and 1.42 alone in its Table 2; linear layers cost a
+    decode 11.07 ms alone and nothing that can be measured riding."""
+    batches = lab.pick(  # {context: the largest batch of S-F8}
+        gpu={1024: 18, 2048: 10, 3072: 6},
+        cpu={512: 18, 1024: 18, 2048: 18},
+        quick={256: 18, 512: 18},
+    )
+    finding = Finding(LLAMA_13B)
+    table = finding.table("a decode riding over alone", x="context", y="times", spec=".2f")
+    for context, batch in batches.items():
+        times = lab.decode_maximal(context=context, batch=batch, chunk=lab.scaled(256))
+        alone = times.decode_only
+        hybrid = times.decode_maximal
+        prefill = times.prefill_only
+        attention_ms = (hybrid.attention_ms - prefill.attention_ms) / (batch - 1)
+        products_ms = (hybrid.products_ms - prefill.products_ms) / (batch - 1)
+        table.add(
+            context,
+            {
+                "attention": over(attention_ms, alone.attention_ms / batch),
+                "linear": over(products_ms, alone.products_ms / batch),
+            },
+        )
+    attention = table["attention"]
+    finding.expect(less(0.5, attention, 2, at="end"), OWN_KEYS)
+    finding.expect(
+        less(table["linear"], 0.8),
+        "Riding decodes are rows beside a chunk that reads the weights anyway.",
+        lab.ridge_above(max(batches.values())),
+    )
+    finding.publish(
+        "attention of a decode, riding over alone, Table 2",
+        (15.2 - 10) / 3 / (5.68 / 4),
+        attention,
+        max(batches),
+    )
+    return finding
+
+
+def request_level_over_sarathi(lab: Lab, pieces: int) -> Finding:
+    """Request-level beside SARATHI, operation by operation: seconds with the largest batch, and how
+    many times as long request-level takes over the batch.
+
+    Prompts are cut into so many pieces, as many as carry all decodes: P:D = C / (B - 1)."""
+    length = lab.scaled(1024)  # of a request, prompt and output
+    batch_sizes = lab.pick(gpu=[6, 18], quick=[6])
+    finding = Finding(LLAMA_13B)
+    seconds = finding.table(f"batch {batch_sizes[-1]}", x="", y="s", spec=".3g", form="stacked")
+    ratios = finding.table("request-level over sarathi", x="batch", y="times less")
+    for batch in batch_sizes:
+        output = pieces * (batch - 1)
+        prompt = length - output
+        context = prompt + output // 2 + 1  # of a decode in the middle of the output
+        request_level = [prompts(1, prompt)] * batch + [decodes(batch, context)] * output
+        riding = decodes(batch - 1, context)
+        sarathi = [alone + riding for alone in chunks_of(prompt, prompt // pieces)] * batch
+        times = lab.time({"request-level": request_level, "sarathi": sarathi})
+        whole = times["request-level"]
+        chunked = times["sarathi"]
+        names = ("ffn_ln1", "ffn_ln2", "preproj", "postproj")
+        ratios.add(batch, {name: whole.parts_ms[name] / chunked.parts_ms[name] for name in names})
+        ratios.add(batch, {"linear": whole.products_ms / chunked.products_ms})
+        ratios.add(batch, {"attention": whole.attention_ms / chunked.attention_ms})
+        if batch == batch_sizes[-1]:
+            for policy, time in times.items():
+                seconds.add(policy, {name: ms / 1e3 for name, ms in time.parts_ms.items()})
+    return finding
+
+
+@claim("Time by operation for the same requests, request-level against SARATHI", seconds=(5, 55))
+def s_f10(lab: Lab) -> Finding:
+    """S-F10: the same requests take less time in the linear layers, and no more in attention."""
+    finding = request_level_over_sarathi(lab, pieces=4)
+    ratios = finding.tables[1]
+    pays = lab.riding_pays(int(ratios.xs[0]), lab.scaled(256))
+    finding.expect(
+        less(1.02, ratios["linear"]),
+        "Riding decodes need no reading of the weights of their own.",
+        pays,
+    )
+    finding.expect(
+        less(0.4, ratios["attention"]), "Four pieces read a prompt's keys 2.5 times at most."
+    )
+    ffn = ratios["ffn_ln1"]
+    preproj = ratios["preproj"]
+    finding.publish("ffn, largest", 1.6, ffn, ffn.x_of_largest())
+    finding.publish("ffn, smallest", 1.3, ffn, ffn.x_of_smallest())
+    finding.publish("preproj, largest", 1.38, preproj, preproj.x_of_largest())
+    return finding
+
+
+@claim("Time by operation with chunks twice as long", seconds=(5, 55))
+def s_f10b(lab: Lab) -> Finding:
+    """S-F10b: chunks of 512 save less in the linear layers than chunks of 256: fewer decodes ride.
+
+    The lower half of Figure 10. At P:D = C / (B - 1) a prompt of two chunks has half as many
+    decodes as one of four, and only decodes are made cheaper. The 1.6x is of the upper half."""
+    quarters = request_level_over_sarathi(lab, pieces=4).tables[1]
+    halves = request_level_over_sarathi(lab, pieces=2).tables[1]
+    finding = Finding(LLAMA_13B, tables=[halves])
+    linear = finding.table("linear layers", x="batch", y="times less")
+    for batch in halves.xs:
+        linear.add(batch, {"chunks of 256": quarters["linear"].at(batch)})
+        linear.add(batch, {"chunks of 512": halves["linear"].at(batch)})
+    of_256 = linear["chunks of 256"]
+    of_512 = linear["chunks of 512"]
+    first = int(halves.xs[0])
+    length = lab.scaled(1024)
+    half_ride = "Half as many decodes are spared a reading of the weights."
+    finding.expect(less(of_512, of_256, at="start"), half_ride, lab.ridge_below(length // 4))
+    finding.expect(less(1.02, of_512), half_ride, lab.riding_pays(first, length // 2))
+    finding.expect(
+        less(0.4, halves["attention"]),
+        "Even four pieces would read the keys of a prompt 2.5 times at most.",
+    )
+    finding.publish("ffn in chunks of 256, up to", 1.6, quarters["ffn_ln1"], first)
+    finding.publish("ffn in chunks of 512", Bounded(1.6, "below"), halves["ffn_ln1"], first)
+    return finding
+
+
+@claim("What small chunks cost: attention, and the whole prefill", seconds=(15, 105))
+def s_f13(lab: Lab) -> Finding:
+    """S-F13: the smaller the chunks of a prompt, the longer its attention and its prefill take.
+
+    In the cost model a chunk of 64 takes as long as one tile of 128, and longer in the paper."""
+    length = lab.scaled(1024)
+    sizes = lab.pick(gpu=[64, 128, 256, 512], quick=[32, 64, 128])
+    finding = Finding(LLAMA_13B)
+    table = finding.table(x="chunk", y="times that of the whole prompt", log="x")
+    for chunk in sizes:
+        times = lab.time({"chunks": chunks_of(length, chunk), "whole": [prompts(1, length)]})
+        chunks = times["chunks"]
+        whole = times["whole"]
+        table.add(chunk, {"attention": chunks.attention_ms / whole.attention_ms})
+        table.add(chunk, {"prefill": chunks.total_ms / whole.total_ms})
+    attention = table["attention"]
+    prefill = table["prefill"]
+    # if the second of two chunks computed the first again, the last would be 1.5
+    last = less(prefill, 1.25, at="end")
+    finding.expect(falls(attention), "Each chunk reads the keys of all chunks before it again.")
+    finding.expect(
+        falls(prefill),
+        "Below the ridge a chunk takes as long as the reading of the weights.",
+        lab.ridge_above(sizes[0]),
+    )
+    finding.expect(last, ROWS_ABOVE_RIDGE, lab.ridge_below(sizes[-1]))
+    finding.publish("prefill in chunks of 64", 5, prefill, sizes[0])
+    finding.publish("attention in chunks of 64", 3, attention, sizes[0])
+    finding.publish("prefill in chunks of 128", Bounded(2, "at least"), prefill, sizes[1])
+    finding.publish("prefill in chunks of 256", Bounded(1.2, "below"), prefill, sizes[2])
+    finding.publish("prefill in chunks of 512", Bounded(1.1, "below"), prefill, sizes[-1])
+    return finding
+
+
+@claim("Decodes beside a whole prompt and beside a chunk, against decodes alone", seconds=(10, 60))
+def ss_f9(lab: Lab) -> Finding:
+    """SS-F9: beside a whole prompt decodes take many times as long, beside a chunk a few.
+
+    The paper's text says neither its model nor its batch."""
+    chunk = lab.pick(gpu=250, quick=58)
+    lengths = lab.pick(gpu=[512, 1024, 2048, 4096], cpu=[512, 1024, 2048], quick=[128, 512])
+    riding = decodes(6, lab.scaled(1024))
+    finding = Finding("A100, model not said")
+    table = finding.table(x="prompt", y="times the decodes alone", spec=".1fx", log="xy")
+    for length in lengths:
+        case = {
+            "alone": [riding],
+            "prompt": [prompts(1, length) + riding],
+            "chunk": [(TimedChunk(chunk, length), *riding)],
+        }
+        times = lab.time(case)
+        alone_ms = times["alone"].total_ms
+        table.add(length, {"with a prompt": times["prompt"].total_ms / alone_ms})
+        table.add(length, {"with a chunk": times["chunk"].total_ms / alone_ms})
+    prompt = table["with a prompt"]
+    with_chunk = table["with a chunk"]
+    twice = less(with_chunk.times(2), prompt, at="end")
+    finding.expect(
+        twice,
+        "The prompt has many times the rows of a chunk, and all must be computed.",
+        lab.ridge_below(lengths[-1] / 2),
+    )
+    half_the_rows = (chunk + len(riding)) / 2
+    finding.expect(less(with_chunk, 3), TWICE_THE_ROWS, lab.ridge_above(half_the_rows))
+    finding.publish(
+        "TBT beside a whole prompt over that of decodes alone, at most",
+        28.3,
+        prompt,
+        prompt.x_of_largest(),
+    )
+    finding.publish(
+        "TBT beside a chunk over that of decodes alone, a reader's note",
+        Bounded(3, "below"),
+        with_chunk,
+        with_chunk.x_of_largest(),
+    )
+    return finding
+
+
+@claim("Decodes beside a chunk against decodes alone, over batch and context", seconds=(5, 25))
+def ss_f9b(lab: Lab) -> Finding:
+    """SS-F9b: a chunk makes decodes wait for less, relative to their time, the more they read.
+
+    The caption of Figure 9: the relative impact of a chunk falls with batch size and context."""
+    short = lab.scaled(512)
+    batch_sizes = lab.pick(gpu=[2, 6, 18], cpu=[2, 8, 32], quick=[2, 16])
+    finding = Finding()
+    table = finding.table(
+        "a batch with a chunk over the decodes alone", x="decodes", y="times as long", log="x"
+    )
+    for context in (short, 4 * short):
+        for size in batch_sizes:
+            riding = decodes(size, context)
+            chunk = TimedChunk(lab.scaled(256) - size, short)
+            times = lab.time({"alone": [riding], "chunk": [(chunk, *riding)]})
+            ratio = times["chunk"].total_ms / times["alone"].total_ms
+            table.add(size, {f"context {context:,}": ratio})
+    at_short, at_long = table.all_lines()
+    finding.expect(falls(at_long), "More decodes take longer, and leave the chunk fewer tokens.")
+    finding.expect(
+        less(at_long, at_short.times(1.05), at="end"),
+        "Decodes at a longer context read more keys; the chunk does not.",
+    )
+    finding.publish(
+        "with a chunk over decodes alone, at most: a reader's note to Figure 9",
+        3,
+        at_short,
+        batch_sizes[0],
+        within=None,
+    )
+    return finding
+
+
+FIGURE_14 = {  # prompt -> ms of it whole, and times as long in chunks of 512, 1,024, 2,048
+    2047: (378.1, 1.152, 1.175, 0.999),
+    4095: (775.4, 1.189, 1.202, 1.024),
+    8191: (1754.2, 1.117, 1.109, 0.937),
+    16383: (4535.0, 0.995, 0.961, 0.805),
+}
+
+
+@claim(
+    "What chunks of 512, 1,024 and 2,048, or less, add to a prefill, over prompt lengths",
+    seconds=(15, 235),
+)
+def ss_f14(lab: Lab) -> Finding:
+    """SS-F14: chunks above the ridge add little to the time of a prefill.
+
+    The paper adds: less, the larger they are. No check asks for it, as it is no arithmetic: in the
+    authors' data, osdi-experiments/figure-9/chunking-overhead.csv, chunks of 512 make a prompt of
+    2K 1.152 times as long, of 1,024 1.175. There chunks save the masked half of attention, so that
+    long prompts take less time in them. In the cost model the shortest prompt is fitted: without it
+    512 tokens would take 10 ms less, and 1,024 33. The others are predicted."""
+    lengths = lab.pick(
+        gpu=[length for length in FIGURE_14 if lab.fits(length)],
+        cpu=[512, 1024, 2048],
+        quick=[128, 256],
+    )
+    chunk_sizes = lab.pick(gpu=[512, 1024, 2048], cpu=[128, 256, 512], quick=[32, 64, 128])
+    finding = Finding(YI_34B)
+    table = finding.table(x="prompt", y="times that of the whole prompt", log="x")
+    seconds = finding.table("whole prompts", x="prompt", y="ms", spec=",.0f", log="xy")
+    for length in lengths:
+        sequences = {f"chunks of {chunk:,}": chunks_of(length, chunk) for chunk in chunk_sizes}
+        times = lab.time({"whole": [prompts(1, length)]} | sequences)
+        whole_ms = times["whole"].total_ms
+        table.add(length, {name: times[name].total_ms / whole_ms for name in sequences})
+        seconds.add(length, {"whole": whole_ms})
+    smallest, _, largest = table.all_lines()
+    # if each chunk computed those before it again, four would take 2.5 times
+    finding.expect(less(smallest, 2), ROWS_ABOVE_RIDGE, lab.ridge_below(chunk_sizes[0]))
+    quarter = Bounded(1.25, "below")
+    finding.publish("prefill in chunks of 512, at most", quarter, smallest, smallest.x_of_largest())
+    finding.publish(
+        "prefill in chunks of 2,048: negligible, here a twentieth",
+        Bounded(1.05, "below"),
+        largest,
+        largest.x_of_largest(),
+    )
+    for length, prompt in zip(lengths, FIGURE_14, strict=False):
+        whole_ms, *ratios = FIGURE_14[prompt]
+        text = f"{prompt:,} tokens, the authors' data"
+        finding.publish(text, whole_ms, seconds["whole"], length, within=None, unit=" ms")
+        for line, ratio in zip(table.all_lines(), ratios, strict=True):
+            within = 3 if line == smallest and length == lengths[0] else None
+            finding.publish(f"{text}, {line.name}", ratio, line, length, within=within)
+    return finding
+
+
+@claim("A prompt beside six decodes, whole and in eight chunks, as it goes on", seconds=(15, 40))
+def b_2(lab: Lab) -> Finding:
+    """B-2: in chunks a prompt makes eight short steps of decodes, whole one stall."""
+    chunk = lab.scaled(256)
+    length = 8 * chunk
+    riding = decodes(6, lab.scaled(1024))
+    table = Table(x="tokens so far", y="ms", spec=".1f")
+    for end in range(chunk, length + 1, chunk):
+        case = {"decodes alone": [riding], "with a chunk": [(TimedChunk(chunk, end), *riding)]}
+        if end == length:
+            case["with the prompt"] = [prompts(1, length) + riding]
+        table.add(end, {name: time.total_ms for name, time in lab.time(case).items()})
+    with_chunk = table["with a chunk"].over(table["decodes alone"], spec=".2fx")
+    with_prompt = table["with the prompt"].over(table["decodes alone"], spec=".2fx")
+    in_chunks = list(with_chunk.known.values())
+    lanes = {
+        "here, whole": [with_prompt.at(length)],
+        "the post's, whole": [300 / 30],
+        "here, in chunks": in_chunks,
+        "the post's, in chunks": [35 / 30] * len(in_chunks),
+    }
+    finding = Finding("70B")
+    unit = "time, in iterations of decodes alone"
+    steps = finding.table(x="step", y=unit, spec=".2f", form="steps")
+    for lane, with_a_part in lanes.items():  # two of decodes alone before and after
+        for number, duration in enumerate([1, 1, *with_a_part, 1, 1], 1):
+            steps.add(number, {lane: duration})
+    three_times = less(table["with a chunk"].times(3), table["with the prompt"], at="end")
+    finding.expect(
+        three_times,
+        "The prompt has eight times the rows of a chunk, and all are computed.",
+        lab.ridge_below(2 * chunk),
+    )
+    half_the_rows = (chunk + len(riding)) / 2
+    finding.expect(less(with_chunk, 3), TWICE_THE_ROWS, lab.ridge_above(half_the_rows))
+    finding.publish(
+        "a step with the prompt over one of decodes alone", 300 / 30, with_prompt, length
+    )
+    finding.publish("a step with a chunk over one of decodes alone", 35 / 30, with_chunk, length)
+    prompt_ms = table["with the prompt"]
+    finding.publish("a step with the prompt", 300, prompt_ms, length, within=None, unit=" ms")
+    return finding
+
+
+# The post's table of token budgets: prompt tokens beside 32 decodes -> ms of an iteration of a 70B
+# model on an H100. It allows 2 * 1.7e9 * 80 flops a token, of 136e9 parameters, at 800 TFLOP/s.
+BUDGET_TABLE_MS = {0: 21, 128: 72, 256: 126, 512: 237, 1024: 460}
+TIMELINE_MS = {0: 30, 256: 35}  # its timeline of chunks of 256, the same model
+
+
+@claim(
+    "An iteration over its prompt tokens: the post's table, its timeline, and here",
+    seconds=(20, 20),
+)
+def b_3(lab: Lab) -> Finding:
+    """B-3: an iteration takes longer the more prompt tokens it has, from the ridge on.
+
+    The post contradicts itself: a chunk of 256 adds 105 ms to 21 in its table of token budgets, and
+    5 ms to 30 in its timeline (B-2). The table counts 1.7B parameters a layer, 136B of a 70B model,
+    and no reading of weights: 10.9 ms for the products of 32 rows, a fifth of those of 160, where
+    140 GB take 42 ms at an H100's 3.35 TB/s."""
+    riding = decodes(32, lab.scaled(512))
+    cases = {}
+    for tokens in BUDGET_TABLE_MS:
+        chunk = [TimedChunk(tokens, tokens)] if tokens else []
+        cases[str(tokens)] = [(*chunk, *riding)]
+    times = lab.time(cases)
+    finding = Finding("70B, H100")
+    longer = finding.table("over 32 decodes alone", x="prompt tokens", y="times")
+    ms = finding.table("an iteration with 32 decodes", x="prompt tokens", y="ms", spec=".1f")
+    products = finding.table("products of 160 rows over those of 32", x="", y="times")
+    for tokens, table_ms in BUDGET_TABLE_MS.items():
+        total_ms = times[str(tokens)].total_ms
+        ms.add(tokens, {"here": total_ms})
+        longer.add(
+            tokens,
+            {
+                "here": over(total_ms, times["0"].total_ms),
+                "the post's table": table_ms / BUDGET_TABLE_MS[0],
+                "the post's timeline": over(TIMELINE_MS.get(tokens), TIMELINE_MS[0]),
+            },
+        )
+    products.add("rows", {"here": over(times["128"].products_ms, times["0"].products_ms)})
+    here = longer["here"]
+    finding.expect(rises(here), "Each token is a row more for all products.")
+    finding.expect(
+        less(products["here"], 4.9),
+        "The weights are read once, for 32 rows or for five times as many.",
+        lab.ridge_above(32),
+    )
+    finding.publish("256 tokens beside 32 decodes, its table", 126 / 21, here, 256)
+    finding.publish(
+        "256 tokens beside 32 decodes, its timeline", 35 / 30, here, 256, device="70B", within=None
+    )
+    finding.publish("1,024 tokens, its table", 460 / 21, here, 1024)
+    finding.publish("32 decodes alone", 21, ms["here"], 0, within=None, unit=" ms")
+    return finding

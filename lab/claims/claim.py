@@ -1,0 +1,234 @@
+"""A claim of a paper: what must show and why, and the paper's numbers beside ours.
+
+    @claim("What small chunks cost", seconds=(15, 105))
+    def s_f13(lab: Lab) -> Finding:
+        finding = Finding(LLAMA_13B)
+        table = finding.table(x="chunk", y="times that of the whole prompt")
+        ...
+        finding.expect(falls(table["attention"]), "Each chunk reads the keys before it again.")
+        finding.publish("attention in chunks of 64", 3, table["attention"], at=64)
+        return finding
+
+The relations say whether the paper's trend shows here, why it follows from the arithmetic, and on
+which devices. The published numbers say whether ours are of their size: each states a factor within
+which they count as the same. Both together are the verdict. Read first: table.py, checks.py,
+labs.py. Read next: phases.py."""
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from cli.tables import show
+from lab.claims.checks import ANYWHERE, Check, Condition
+from lab.claims.table import Line, Table, X, Y
+from lab.measure.capacity import Bounded
+
+Verdict = Literal["as in the paper", "trend only", "not seen here", "too busy to tell"]
+SAME_SIZE = 2.0  # the factor within which an effect counts as one of the paper's size
+LLAMA_13B = "LLaMA-13B, A6000"  # the models and GPUs of most figures
+MISTRAL_7B = "Mistral-7B, A100"
+YI_34B = "Yi-34B, two A100"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A number of the paper, and ours beside it.
+
+    Their effects are compared. That of a ratio, printed as "1.33x", is how far it is from 1: a gain
+    of 1.1x is a third of one of 1.3x. A Bounded number of a paper is met by any on its side."""
+
+    text: str  # what the paper measured: "gain at 1K, B = 6"
+    paper: float
+    line: Line  # which has our number
+    at: X
+    device: str  # the paper's model and GPU: "LLaMA-13B, A6000"
+    is_of_another_device: bool  # than the other numbers of the claim
+    within: float | None  # None: depends on the machine, and is shown only
+    unit: str  # stands after both numbers, with its space
+
+    @property
+    def here(self) -> Y:
+        """Our number; None if it is not known."""
+        return self.line.at(self.at)
+
+    @property
+    def is_same_size(self) -> bool:
+        """Whether our effect is of the paper's size; True if it is not compared."""
+        if self.within is None:
+            return True
+        if self.here is None:
+            return False
+        no_effect = 1.0 if self.line.spec.endswith("x") else 0.0
+        share = (self.here - no_effect) / (self.paper - no_effect)
+        bound = self.paper.bound if isinstance(self.paper, Bounded) else ""
+        is_large_enough = bound == "below" or share >= 1 / self.within
+        is_small_enough = bound == "at least" or share <= self.within
+        return is_large_enough and is_small_enough
+
+    @property
+    def error(self) -> float | None:
+        """How far ours is off, as a share of the paper's: infinity if ours is only known to be
+        above or below; None if it is not known, or if the paper's is a bound, or of another
+        device."""
+        if self.here is None or isinstance(self.paper, Bounded) or self.is_of_another_device:
+            return None
+        if isinstance(self.here, Bounded) and self.here.bound:
+            return math.inf
+        return self.here / self.paper - 1
+
+    def is_in(self, table: Table) -> bool:
+        """Whether a table shows the line that has our number."""
+        return self.line.values is table.lines.get(self.line.name)
+
+    @property
+    def paper_text(self) -> str:
+        """The paper's number with its unit: "1.33x"."""
+        return f"{show(self.paper, self.line.spec)}{self.unit}"
+
+    @property
+    def here_text(self) -> str:
+        """Our number with its unit and where it was measured: "1.26x at context 512"."""
+        if self.here is None:
+            return "-"
+        number = f"{show(self.here, self.line.spec)}{self.unit}"
+        if isinstance(self.at, str):
+            return f"{number}, {self.at}"
+        return f"{number} at {self.line.table.x} {self.at:,g}"
+
+    def __str__(self) -> str:
+        """Both numbers: "gain at 1K, B = 6: 1.33x, here 1.26x at context 512"."""
+        return f"{self.text}: {self.paper_text}, here {self.here_text}"
+
+
+@dataclass
+class Finding:
+    """What was found of a claim."""
+
+    device: str = ""  # on which the paper measured, unless a number says another
+    tables: list[Table] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    published: list[Published] = field(default_factory=list)  # the first stands in summaries
+    has_picture: bool = False  # whether it was drawn already, otherwise than as its tables
+
+    def table(self, title: str = "", **fields: Any) -> Table:
+        """A new Table of these fields, which is shown."""
+        self.tables.append(Table(title, **fields))
+        return self.tables[-1]
+
+    def expect(self, check: Check, because: str, where: Condition = ANYWHERE) -> None:
+        """Add a relation that must show, the sentence that says why, and on which devices."""
+        self.checks.append(replace(check, because=because, where=where))
+
+    def publish(
+        self,
+        text: str,
+        paper: float,
+        line: Line,
+        at: X,
+        *,
+        device: str | None = None,
+        within: float | None = SAME_SIZE,
+        unit: str = "",
+    ) -> None:
+        """Add a number of the paper; ours is that of `line` at `at`. See Published."""
+        number = Published(
+            text=text,
+            paper=paper,
+            line=line,
+            at=at,
+            device=self.device if device is None else device,
+            is_of_another_device=device is not None,
+            within=within,
+            unit=unit,
+        )
+        self.published.append(number)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the verdict depends on measured times, not only on what is counted."""
+        compared = [number.line for number in self.published if number.within is not None]
+        return any(check.timed for check in self.checks) or any(line.timed for line in compared)
+
+    def failures(self, busy: bool = False) -> list[Check]:
+        """The checks that do not hold. Of a busy machine those count that compare no times."""
+        return [check for check in self.checks if not (check.holds or (busy and check.timed))]
+
+    def verdict(self, busy: bool) -> Verdict:
+        """Whether the claim shows on this machine, which may have been busy with something else."""
+        if self.failures(busy):
+            return "not seen here"
+        if busy and self.is_timed:
+            return "too busy to tell"
+        if all(number.is_same_size for number in self.published):
+            return "as in the paper"
+        return "trend only"
+
+    def why(self, busy: bool) -> str:
+        """The reason for a verdict other than "as in the paper"; "" for that one."""
+        verdict = self.verdict(busy)
+        if verdict == "not seen here":
+            return "; ".join(str(check) for check in self.failures(busy))
+        if verdict == "too busy to tell":
+            return "other programs used the machine"
+        return "; ".join(str(number) for number in self.published if not number.is_same_size)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A figure or table of a paper: the function that asks a lab, whose docstring begins with its
+    id."""
+
+    function: Callable[[Any], Finding]  # of a Lab, or of a CostLab
+    title: str
+    seconds: tuple[int, int]  # how long it takes, about, with --quick and without, on two CPU cores
+    covers: tuple[str, ...]  # other claims that are measured with it
+
+    @property
+    def id(self) -> str:
+        """Its paper, and the figure, table or section."""
+        return (inspect.getdoc(self.function) or "").partition(":")[0]
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """All claims that are measured with it, itself first."""
+        return (self.id, *self.covers)
+
+    @property
+    def name(self) -> str:
+        """The heading of what is found: its ids and its title."""
+        return f"{', '.join(self.ids)}: {self.title}"
+
+    @property
+    def sentence(self) -> str:
+        """The claim in a sentence."""
+        return self.text.partition("\n")[0]
+
+    @property
+    def clause(self) -> str:
+        """The claim in a dozen words: the sentence up to its first colon, semicolon or stop."""
+        return re.split(r"[:;.](?= |$)", self.sentence)[0]
+
+    @property
+    def text(self) -> str:
+        """The claim, and what else is to be said of it: the docstring of the function."""
+        text = (inspect.getdoc(self.function) or "").removeprefix(f"{self.id}: ")
+        return text[:1].upper() + text[1:]
+
+    def seconds_of(self, quick: bool) -> int:
+        """How long it takes, about."""
+        quick_s, full_s = self.seconds
+        return quick_s if quick else full_s
+
+
+def claim(
+    title: str, *, seconds: tuple[int, int] = (0, 0), covers: tuple[str, ...] = ()
+) -> Callable[[Callable[[Any], Finding]], Claim]:
+    """Make the function below a Claim."""
+
+    def make(function: Callable[[Any], Finding]) -> Claim:
+        return Claim(function, title, seconds, covers)
+
+    return make

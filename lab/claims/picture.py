@@ -1,0 +1,88 @@
+"""Draws what a claim found: its tables, with the paper's numbers hollow where ours stand.
+
+A number of the paper whose line is in no table, or that would lie far outside it, stands in a strip
+of bars below. Read first: claim.py, lab/pictures/panels.py. Read next: report.py."""
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from lab.claims.claim import Finding, Published
+from lab.claims.table import Table
+from lab.pictures.bars import Beside, plot_beside_published
+from lab.pictures.panels import Mark, plot_panels
+
+MANY = 6  # so many texts do not fit below a diagram: they stand at the left of bars
+FAR = 4  # times as large as all others in a table: such a number would press them together
+PAPERS = {"S": "SARATHI", "SS": "Sarathi-Serve", "B": "the post", "C": "SARATHI"}  # by a claim's id
+
+
+def draw(
+    finding: Finding, title: str, file: str | Path, machine: Mapping[str, object] | None
+) -> Figure:
+    """Write the picture of a Finding to `file`. The title begins with the id of the claim. The
+    machine is None where it was simulated."""
+    if any(len(table.xs) > MANY and isinstance(table.xs[0], str) for table in finding.tables):
+        return plot_beside_published(rows_of(finding), title, file, machine)
+    marks: list[list[Mark]] = [[] for _ in finding.tables]
+    beside: dict[str, dict[str, Beside]] = {}
+    for number in finding.published:
+        place = next((i for i, plot in enumerate(finding.tables) if has_room(plot, number)), None)
+        if place is not None:
+            marks[place].append(Mark(number.line.name, number.at, number.paper))
+        elif is_comparable(number):
+            beside.setdefault(unit_of(number), {})[number.text] = Beside(number.here, number.paper)
+    devices = dict.fromkeys(number.device for number in finding.published if number.device)
+    source = PAPERS[title.partition("-")[0]]
+    if devices:
+        source += f": {'; '.join(devices)}"
+    return plot_panels(
+        finding.tables,
+        title,
+        file,
+        machine,
+        marks=marks,
+        beside=beside,
+        source=source,
+    )
+
+
+def rows_of(finding: Finding) -> dict[str, dict[str, Beside]]:
+    """Our numbers beside the paper's, by line and x: the lines that a paper published, or all."""
+    rows: dict[str, dict[str, Beside]] = {}
+    for table in finding.tables:
+        for name, values in table.lines.items():
+            paper = {
+                number.at: number.paper
+                for number in finding.published
+                if number.is_in(table) and number.line.name == name
+            }
+            if paper or not finding.published:
+                head = f"{table.title}: {name}".removeprefix(": ")
+                pairs = {str(x): Beside(y, paper.get(x)) for x, y in values.items()}
+                rows[textwrap.fill(head, 28)] = pairs
+    return rows
+
+
+def is_comparable(number: Published) -> bool:
+    """Whether it says something about ours: seconds of another machine do not."""
+    return number.within is not None or number.line.spec.endswith("x")
+
+
+def has_room(table: Table, number: Published) -> bool:
+    """Whether a table shows the line of a number, and has room for the paper's."""
+    if not is_comparable(number) or table.form or number.here is None or not number.is_in(table):
+        return False
+    known = [y for values in table.lines.values() for y in values.values() if y]
+    return min(known) / FAR < number.paper < FAR * max(known)
+
+
+def unit_of(number: Published) -> str:
+    """The label of the axis on which a number is drawn, with others like it."""
+    if number.line.spec.endswith("x"):
+        return "times"
+    if number.line.spec.endswith("%"):
+        return "share"
+    return number.unit.strip() or "number"

@@ -1,1 +1,0 @@
-"""One function for each figure or table of the papers. Read first: measured.py, simulated.py."""
