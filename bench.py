@@ -27,7 +27,10 @@ DESCRIPTION = (
 )
 COMMANDS = {  # name -> (its module, what it does)
     "offline": ("lab.commands.offline", "what a decode costs, and all policies end to end"),
-    "batches": ("lab.commands.batches", "what single batches take, whole and by operation"),
+    "batches": (
+        "lab.commands.batches",
+        "what single batches take, by operation; the largest token budget within an SLO, --slo",
+    ),
     "serve": (
         "lab.commands.serve",
         "requests arrive while others run: latencies of all policies, or of another server, --url",
@@ -37,7 +40,6 @@ COMMANDS = {  # name -> (its module, what it does)
         "lab.commands.explore",
         "a page to play with: what policies do with a load, and why",
     ),
-    "budget": ("lab.commands.budget", "the largest token budget that meets an SLO"),
     "pipeline": ("lab.commands.pipeline", "what bubbles cost, in stages that are processes here"),
     "paper": ("lab.commands.paper", "the papers' claims about one device, measured on this one"),
     "simulate": (
@@ -50,7 +52,6 @@ COMMANDS = {  # name -> (its module, what it does)
         "what today's engines decide, and the questions their users ask, simulated",
     ),
     "check": ("lab.commands.check", "the first rule that a policy of your own breaks"),
-    "explain": ("lab.commands.explain", "where the gain goes that the matrix products promise"),
 }
 SERVE_REMOTE = "lab.commands.serve_remote"  # serve with --url: a server elsewhere
 FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offline --chunk 256"

@@ -19,15 +19,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from errors import ArgumentError, check_whole
 from journal import Journal
 from kv_cache import Pages
 from request import Batch, Chunk, Request  # noqa: F401
-
-if TYPE_CHECKING:
-    from policies.observers import Observer
 
 
 class Admission(NamedTuple):
@@ -64,7 +61,7 @@ class Scheduler:
         self.running: list[Request] = []  # in the order of admission
         self.batch = Batch()  # the one that is not yet computed, if any
         self.preempted: list[int] = []  # ids, since the last batch was computed
-        self.observers: list[Observer] = []
+        self.observers: list[Any] = []  # see policies/observers.py
         self.journal: Journal
         Journal().join(self)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from errors import check_type, refusing, shorten
 from hardware.torchrun import find_place
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     import torch  # a simulation runs without
     from torch import Tensor
 
-    from config import EngineConfig
-    from pretrained.geometry import GPTConfig
-
 MAX_BATCH = 256  # the largest default of max_batch, however much memory there is
 MAX_LEN = 2048  # the largest default of max_len
 CUDA_TILE = 128  # tokens in a tile of matrix products on a GPU (SARATHI §4.4)
@@ -30,14 +27,12 @@ SMALL_PAGE = 64  # tokens
 FLASH_PAGE = 256  # tokens: attention/flash.py reads pages of a multiple of it
 ROPE_COPIES = 7  # of its result: what model.rope_table takes of the CPU's memory for a while
 
-Config = TypeVar("Config", bound="EngineConfig")
-
 
 class ModelLike(Protocol):
     """The parts of a model.GPT that decide on sizes."""
 
     @property
-    def config(self) -> GPTConfig: ...
+    def config(self) -> Any: ...  # a GPTConfig
     @property
     def device(self) -> torch.device: ...
     @property
@@ -48,12 +43,12 @@ class ModelWithWeights(Protocol):
     """The parts of a model.GPT that decide on its own size."""
 
     @property
-    def config(self) -> GPTConfig: ...
+    def config(self) -> Any: ...  # a GPTConfig
     def parameters(self) -> Iterator[Tensor]: ...
 
 
-def fill_in(config: Config, model: ModelLike) -> Config:
-    """The config of an engine with all numbers filled in, as many requests as fit.
+def fill_in(config: Any, model: ModelLike) -> Any:
+    """The EngineConfig of an engine with all numbers filled in, as many requests as fit.
 
     Raises ValueError if model or memory forbid it."""
     if model.device.type == "meta":

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt
@@ -23,9 +23,6 @@ from pretrained.gguf_files import is_gguf, read_gguf
 from pretrained.schema import Schema, naming
 from pretrained.sharding import views
 from pretrained.short_names import SHORT_NAMES
-
-if TYPE_CHECKING:
-    from model import GPT  # or a parallel.shard.Shard, which is a part of one
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -249,9 +246,9 @@ class Source(NamedTuple):
 
 @torch.no_grad()
 def load_weights(
-    model: GPT, directory: str | Path, device: torch.device | str | None = None
+    model: Any, directory: str | Path, device: torch.device | str | None = None
 ) -> None:
-    """Fill the model's parameters from a checkpoint, one by one, after all are known to fit.
+    """Fill the parameters of a GPT from a checkpoint, one by one, after all are known to fit.
 
     Only then is a model on "meta" given memory, on `device`. A Shard reads only its own slices.
     Raises FileNotFoundError where there are no weights, or ValueError, naming what is unknown,
@@ -331,7 +328,7 @@ def _names(directory: Path, config: GPTConfig) -> Names:
     return GPT2_NAMES if config.family == "gpt2" else LLAMA_NAMES
 
 
-def _sources(whole_model: GPT, names: Names) -> dict[str, list[Source]]:
+def _sources(whole_model: Any, names: Names) -> dict[str, list[Source]]:
     """The tensors of a checkpoint that fill each parameter of a whole model: one for all rows, or
     one for each range of its slices."""
     sources: dict[str, list[Source]] = {}

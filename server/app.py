@@ -184,7 +184,7 @@ class Api:
             raise ApiError(429, str(error), None, "queue_full", {"Retry-After": "1"}) from error
         except ValueError as error:
             raise body.refusal(error) from error
-        return CompletionResponse(self, body, requests, events)
+        return CompletionResponse(self.thread, self.tokenizer, self.name, body, requests, events)
 
     def choices(self, body: RequestBody, prompts: Sequence[list[int]]) -> list[Choice]:
         """The prompt and the sampling of each choice: answer i to a prompt has the seed + i.

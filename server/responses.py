@@ -2,27 +2,23 @@
 
 Read first: protocol.py, engine_thread.py, pretrained/streams.py. Read next: app.py."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from errors import refusing
 from pretrained.streams import TextStream, Writer
+from pretrained.tokenizers import Tokenizer
 from request import Event
 from scheduler import Request
-from server.engine_thread import EventQueue
+from server.engine_thread import EngineThread, EventQueue
 from server.protocol import ApiError, Piece, RequestBody, WrittenToken
-
-if TYPE_CHECKING:
-    from server.app import Api
 
 SERVER_ENDS = "the server ends"
 Progress = Literal["waiting", "begun", "complete"]  # of a response: "begun" sent its status
@@ -35,9 +31,17 @@ class CompletionResponse(StreamingResponse):
     However the response ends, also if the client goes away, the requests end with it."""
 
     def __init__(
-        self, api: Api, body: RequestBody, requests: Sequence[Request], events: EventQueue
+        self,
+        thread: EngineThread,
+        tokenizer: Tokenizer,
+        name: str,
+        body: RequestBody,
+        requests: Sequence[Request],
+        events: EventQueue,
     ) -> None:
-        self.api = api
+        """`name` is that of the model."""
+        self.thread = thread
+        self.tokenizer = tokenizer
         self.request_body = body
         self.requests = requests
         self.events = events
@@ -47,7 +51,7 @@ class CompletionResponse(StreamingResponse):
             "id": f"{body.id_prefix}-{uuid.uuid4().hex}",
             "object": body.chunk_object_name if body.stream else body.object_name,
             "created": int(time.time()),
-            "model": api.name,
+            "model": name,
         }
         super().__init__(
             self.stream() if body.stream else self.whole(),
@@ -80,7 +84,7 @@ class CompletionResponse(StreamingResponse):
 
     def end(self, request: Request) -> None:
         """Let the engine's thread end a request, if it has not ended."""
-        self.api.thread.executor.submit(self.api.thread.end, request.id)
+        self.thread.executor.submit(self.thread.end, request.id)
 
     async def cut_off(self, scope: Scope, receive: Receive, send: Send) -> None:
         """End the response with an error: its status, or an event if a stream has begun."""
@@ -109,7 +113,7 @@ class CompletionResponse(StreamingResponse):
                 with refusing("the tokenizer failed"):
                     if index not in writers:
                         prompt = request.tokens[: request.prompt_len]
-                        stream = TextStream(self.api.tokenizer, prompt)
+                        stream = TextStream(self.tokenizer, prompt)
                         writers[index] = Writer(stream, self.request_body.stops)
                     piece = write_piece(writers[index], event)
             except ValueError as error:

@@ -1,26 +1,19 @@
 """Random draws of many requests at once: temperature, top-k and top-p. Read first: sampling.py."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention.plan import to_device
 
-if TYPE_CHECKING:
-    from sampling import SamplingParams
-
 FEW_TOKENS = 1024  # are sorted for a smaller top_k, as a vocabulary may be 100 times as large
 ROWS_AT_ONCE = 32  # are drawn, so that memory is bounded: 33 MB a tensor with llama3-8b
 
 
-def draw(
-    tokens: Tensor, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
-) -> None:
+def draw(tokens: Tensor, logits: Tensor, params: Sequence[Any], positions: Sequence[int]) -> None:
     """Set the tokens of those rows whose temperature is above 0; arguments as of sampling.sample.
 
     The n-th output token of a request takes the number n of its own random stream."""
@@ -39,9 +32,7 @@ def draw(
         tokens[index] = _draw(logits[index].double(), [params[i] for i in rows], uniforms, count)
 
 
-def _draw(
-    logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], count: int
-) -> Tensor:
+def _draw(logits: Tensor, params: Sequence[Any], uniforms: Sequence[float], count: int) -> Tensor:
     """Inverse transform sampling: the first token at which the cumulated probability passes the
     row's uniform. `count` > 0: over so many of the likeliest tokens, from the likeliest down."""
     logits = logits - logits.amax(dim=-1, keepdim=True)  # a tiny temperature cannot overflow

@@ -6,10 +6,8 @@
 
 Read first: engine.py, which calls it. Read next: cuda_graphs.py, packed_linear.py."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +20,6 @@ from request import Chunk
 from sampling import SamplingParams, sample
 from speedups.cuda_graphs import DecodeGraphs, compile_decodes
 from speedups.packed_linear import pack
-
-if TYPE_CHECKING:
-    from engine import Engine
 
 Sampled = tuple[int, float | None]  # a token; its logprob, if a request in the batch wants it
 
@@ -104,8 +99,8 @@ def tokens_of(batch: Sequence[Chunk], sampled: Sequence[Sampled]) -> list[int | 
     return tokens
 
 
-def warm_up(engine: Engine) -> None:
-    """Serve the longest prompt, and then as many requests as may run, and forget them."""
+def warm_up(engine: Any) -> None:
+    """Let an Engine serve the longest prompt, then as many requests as may run, and forget them."""
     engine.drop([])  # what the cache holds is lost
     engine.runner.warm_up(engine.scheduler.max_batch)
     config = engine.config

@@ -109,12 +109,13 @@ def test_help_explains_every_option_with_its_default(command, capsys):
     if command == "offline":
         files = {"json", "plot", "html"}
         sizes = {"batch", "seq-len", "pd-ratio", "lockstep", "chunk", "policies", "requests"}
+        sizes.add("explain")
         assert set(options) == MODEL_OPTIONS | sizes | files | {"layers"}
         text = " ".join(text.split())
         assert all(f"(default: {default})" in text for default in ("256", "off", "none"))
     elif command not in WITHOUT_MODEL:
         assert set(options) > MODEL_OPTIONS and ("qps" in options) == (command == "serve")
-    if command == "budget":
+    if command == "batches":
         assert "(default: 16 on a CPU, 64 on a GPU)" in " ".join(text.split())
     if command in ("serve", "capacity"):
         load = {"requests", "lengths", "trace", "slo", "page-size", "kv-tokens"}
@@ -130,7 +131,6 @@ def test_help_names_the_commands_and_does_not_wait_for_torch():
 
 ALIASES = {"": "offline", "--chunk 64": "offline", "serve --simulate this": "serve"}
 NEEDED = {
-    "budget": "--slo-tbt 0.3",
     "pipeline": "--pp 2",
     "batches": "64",
     "check": "vllm",
@@ -154,7 +154,7 @@ NONSENSE = {  # options whose value is refused by the name of the option
     "--long-prompt=1024 --requests=0 --max-waiting=0 --classes=vip=0.1 "
     "--trace-scale=0 --plot=x.txt",
     "capacity": "--slo=0 --page-size=2000",
-    "budget --slo-tbt=1": "--slo-tbt=0 --decodes=0 --tile=0",
+    "batches --slo=1": "--slo=0 --decodes=0 --tile=0",
 }
 SLOTS = "--page-size {}: must be below --max-len, or --prefix-caching off"
 NO_PAIR = ("512", "0:4", "4:0", "512:4:1", "1:-2", "x:2", "5.0:1", "9:" + 12 * "9")
@@ -199,7 +199,11 @@ REFUSED += [
     ("serve --prefix-caching on --page-size 16,max", f"{SLOTS.format(1024)}"),
     ("capacity --turns 2 --max-len 64 --page-size 64", f"{SLOTS.format(64)}"),
     ("serve --turns 2 --long-prompt 9", "--long-prompt: does not go with --turns"),
-    ("budget", "the following arguments are required: --slo-tbt"),
+    ("batches", "batches: give some, as in 2048/256 6x1@1024, or else --slo"),
+    ("batches 8 --slo 1", "batches: give some, as in 2048/256 6x1@1024, or else --slo"),
+    ("batches 8 --tile 2", "--tile: goes with --slo"),
+    ("--explain --policies sarathi,vllm", "--explain: needs --policies request-level,sarathi"),
+    ("--explain --requests 12", "--requests 12: must be at least 13, 2 B + 1, with --explain"),
     ("--model llama-160m", "--model llama-160m: is a preset, write --preset llama-160m"),
     ("capacity --simulate h100", "--simulate h100: needs --preset, from llama-tiny, gpt2"),
 ]

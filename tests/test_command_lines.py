@@ -45,7 +45,6 @@ POSITIONALS = {  # arguments of each command, each list one choice
     "compare": [["--against", "openvino"], ["--against", ""]],
     "fit": [["times.csv"], ["."], ["binary"], ["empty"], ["trace.csv"], [""]],
     "explore": [[], ["vllm"], ["x"]],
-    "budget": [["--slo-tbt", "0.3"]],
     "serve": [[], ["--url", "http://127.0.0.1:9/v1", "--qps", "2", "--slo", "1"]],
     "sample": [["--prompt", "x"], ["--prompt", ""]],
 }
@@ -93,11 +92,10 @@ SIMULATED = "--simulate a100-80gb --preset llama3-8b --requests 4 --max-len 64 -
 RUN = {  # command lines that end soon, to which options are added
     "offline": f"bench.py {TINY} --chunk 8 --batch 2 --seq-len 32 --requests 5 --policies vllm",
     "batches": f"bench.py batches 8 4x1@16 {TINY} --repeats 2",
-    "budget": f"bench.py budget --slo-tbt 0.3 {TINY} --decodes 2 --max-len 32 --tile 16",
+    "budget": f"bench.py batches --slo 0.3 {TINY} --decodes 2 --max-len 32 --tile 16",
     "serve": f"bench.py serve {TINY} --requests 2 --max-len 32 --policies vllm --qps 100",
     "simulated": f"bench.py serve {SIMULATED}",
     "capacity": f"bench.py capacity {SIMULATED}",
-    "explain": f"bench.py explain {TINY} --chunk 8 --batch 2 --seq-len 32 --requests 5",
     "paper": f"bench.py paper --list {TINY}",
     "pipeline": f"bench.py pipeline --pp 2 {TINY}",
     "check": "bench.py check vllm",

@@ -51,7 +51,7 @@ NUMBERS = {  # options that take one number, or several with commas
     "serve": "qps requests long-prompt trace-scale chunk batch max-len kv-tokens max-waiting slo "
     "page-size tp pp replicas cpu-ms seed threads",
     "capacity": "requests chunk batch max-len kv-tokens max-waiting slo ratio page-size",
-    "budget": "slo-tbt decodes max-len tile seed threads",
+    "batches": "slo decodes max-len tile repeats seed threads",
     "paper": "max-len seed threads",
     "simulate": "requests cpu-ms processes",
     "sample": "max-new-tokens temperature top-k top-p seed chunk max-batch",

@@ -62,7 +62,6 @@ PARSERS = {
 }
 REQUIRED = {  # arguments of a command, where a sentence only names the command
     "batches": ["64"],
-    "budget": ["--slo-tbt", "1"],
     "check": ["policies/template.py:ShortestFirst"],
 }
 

@@ -359,11 +359,11 @@ def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, monkeypatch, 
     )
     served = []
 
-    def run_all(self, *_):
-        served.append(self.arrivals_at(self.options.qps))
+    def compare_runs(comparison):
+        served.append(comparison.arrivals_at(comparison.options.qps))
 
     monkeypatch.setattr(machine, "measure_machine", lambda *_: MACHINE)
-    monkeypatch.setattr(serving.Session, "run_all", run_all)
+    monkeypatch.setattr(serving, "compare_runs", compare_runs)
     for rate_options, rate in (([], "at its own rate"), (["--qps", "2"], "at 2 a second")):
         bench.main([*argv, *rate_options, *TINY, "--slo", "1000"])
         assert f"(1 left out) {rate}; median prompt 30, output 4" in capsys.readouterr().out

@@ -19,9 +19,10 @@ from lab.measure.run_loop import LoadRun
 from lab.measure.workload import Arrival, chats, prompts
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import DEVICES, GEOMETRIES
-from lab.simulator.simulation import Simulation, bubble_kinds, simulate
+from lab.simulator.simulation import STEADY_POLICIES, Simulation, bubble_kinds, simulate
 from policies import POLICIES
 from scheduler import SarathiServe
+from speedups.runner import Runner
 from tests.helpers import GROWING, check_integrity, tiny_model
 
 MODEL = tiny_model()
@@ -56,29 +57,6 @@ def by_tokens(batch):
     """Flat for a few tokens, then as many as there are, and time for each (query, key) pair."""
     tokens = sum(length for _, _, length in batch)
     return max(8, tokens) / 64 + sum(length * (start + 1) for _, start, length in batch) / 1024
-
-
-def test_a_policy_observes_also_the_time_that_a_batch_waits_for_a_stage(monkeypatch):
-    observed = []
-    monkeypatch.setattr(
-        SarathiServe, "observe", lambda self, batch, seconds: observed.append(seconds)
-    )
-    config = replace(CONFIG, policy="sarathi-serve", pages=2 * CONFIG.pages)
-    law = Law(2, uneven=True)  # the second stage is slower: batches wait for it
-    run = simulate(law, config, [Arrival(0.0, 8, 6) for _ in range(8)]).run
-    assert observed == [iteration.end - iteration.start for iteration in run.iterations]
-    shortest_s = 8 / 64 * (1 + 1.5)  # of a batch on both stages
-    assert max(observed[2:]) > 1.2 * shortest_s
-
-
-def test_the_micro_batch_that_has_been_idle_longest_takes_the_next_request():
-    config = replace(CONFIG, policy="sarathi-serve", pages=2 * CONFIG.pages)
-    apart = [Arrival(100.0 * i, 8, 3) for i in range(6)]
-    run = simulate(Law(2), config, apart).run
-    micro_batches = {}
-    for iteration in run.iterations:
-        micro_batches[iteration.chunks[0].request_id] = iteration.micro_batch
-    assert micro_batches == {0: 0, 1: 1, 2: 0, 3: 1, 4: 0, 5: 1}
 
 
 @pytest.mark.parametrize("pp, replicas", [(1, 1), (2, 1), (2, 2)])
@@ -260,6 +238,28 @@ def test_a_batch_starts_when_stage_requests_and_micro_batch_are_ready(policy, pp
         assert result.utilisation == pytest.approx(share)
 
 
+@pytest.mark.parametrize("pp, replicas", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("pages", [AMPLE, LITTLE])
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "dynamic"])
+def test_a_simulation_without_a_record_computes_the_same(policy, pages, pp, replicas, monkeypatch):
+    """Though it repeats batches of decodes without asking the policy."""
+    repeats = []
+    repeat = Simulation._repeat
+    monkeypatch.setattr(Simulation, "_repeat", lambda *args: repeats.append(args) or repeat(*args))
+    cost = CostModel(GEOMETRIES["llama-7b"], DEVICES["a100-80gb"], pp=pp, cpu_s=1e-3)
+    config = replace(CONFIG, policy=policy, pages=pp * pages)
+    for mean_gap in (0.0, 0.02, 0.25):
+        arrivals = random_arrivals(0, 16 * pp, mean_gap)
+        recorded, other = (
+            simulate(cost, config, arrivals, replicas=replicas, record=record)
+            for record in (True, False)
+        )
+        assert other.run.completions == recorded.run.completions
+        assert (other.busy, other.bubbles) == (recorded.busy, recorded.bubbles)
+        assert (other.batches, other.run.seconds) == (recorded.batches, recorded.run.seconds)
+    assert bool(repeats) == (POLICIES[policy] in STEADY_POLICIES)
+
+
 def gaps(policy, pp, replicas, seed, mean_gap):
     """Each time that a stage was idle: (the StageRun that ended it, from when, who had work).
 
@@ -314,16 +314,16 @@ def test_a_bubble_is_idle_time_of_a_stage_with_work(policy, pp, replicas):
 def clock(monkeypatch):
     """A clock that advances by what is slept and what batches take in a simulation: `time`."""
     clock = SimpleNamespace(time=0.0)
-    compute = Engine._compute
+    sample = Runner.sample
 
     def sleep(seconds):
         clock.time += seconds
 
-    def takes_its_time(engine, batch, start):
+    def takes_its_time(runner, logits, batch):
         sleep(by_tokens(batch))
-        return compute(engine, batch, start)
+        return sample(runner, logits, batch)
 
-    monkeypatch.setattr(Engine, "_compute", takes_its_time)
+    monkeypatch.setattr(Runner, "sample", takes_its_time)
     clock.sleep = sleep
     clock.now = lambda: clock.time
     return clock

@@ -74,10 +74,12 @@ def parse_args(argv: Sequence[str] | None) -> CompareOptions:
     """The options, checked: the engines, and the load of `offline`. Exits with a message for random
     weights that cannot be saved."""
     parser = OptionParser(prog="python -m examples.compare", description="Other engines, in turns.")
-    parser.add_fields(CompareOptions, ("policies", "plot", "html"), requests="2 B")
+    left_out = ("policies", "plot", "html", "explain")
+    parser.add_fields(CompareOptions, left_out, requests="2 B")
     add_layers_option(parser, "all; on a CPU that would take minutes, fewer")
     add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
-    parser.set_defaults(command="compare", policies=list(OUR_POLICIES), plot=None, html=None)
+    parser.set_defaults(command="compare", policies=list(OUR_POLICIES))
+    parser.set_defaults(plot=None, html=None, explain=False)
     args = parser.parse_args(argv)
     args.requests = args.requests or 2 * args.batch
     options = CompareOptions(**vars(offline.resolve(parser, args)), against=args.against)

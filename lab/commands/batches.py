@@ -4,12 +4,16 @@
 
 times a prompt; the same prompt in chunks, one after another; six decodes that read 1,024 tokens
 each; and a chunk beside them. The iteration is timed without the model's head, as in the papers;
-its attention and its matrix products are also timed alone, by the names of SARATHI's Table 1. Read
-first: lab/measure/batch_times.py."""
+its attention and its matrix products are also timed alone, by the names of SARATHI's Table 1.
+
+    python bench.py batches --slo 0.3
+
+times hybrid batches until it knows the largest token budget within that SLO (Sarathi-Serve §4.3).
+Read first: lab/measure/batch_times.py, lab/measure/token_budget.py."""
 
 import re
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -21,9 +25,20 @@ from cli.loading import (
     model_options,
     resolve_model,
 )
-from cli.options import OptionParser, from_args, json_option, option, whole, write_json, wrote
+from cli.options import (
+    OptionParser,
+    PerDevice,
+    from_args,
+    json_option,
+    keeping,
+    number,
+    option,
+    whole,
+    write_json,
+    wrote,
+)
 from cli.tables import Cell, format_table
-from lab.measure import timing
+from lab.measure import timing, token_budget
 from lab.measure.batch_times import (
     Batch,
     BatchTime,
@@ -32,7 +47,12 @@ from lab.measure.batch_times import (
     longest,
     time_sequences,
 )
-from lab.measure.machine_info import measure_machine
+from lab.measure.capacity import time_steadily
+from lab.measure.machine_info import RealMachineInfo, measure_machine
+from lab.measure.token_budget import Case, Profiled
+from model import GPT
+from parallel import runner_for
+from speedups.runner import Runner
 
 NUMBER = r"([1-9]\d{0,6})"
 CHUNKS = re.compile(
@@ -94,6 +114,9 @@ def parse_chunks(word: str, text: str) -> list[Batch]:
     raise ArgumentTypeError(f"{text:.60}: {word!r} must be like 6x1@1024 or 2048/256")
 
 
+ONLY_BUDGET = ("decodes", "max_len", "tile")  # options that go with --slo
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchesOptions:
     """The options of `bench.py batches`."""
@@ -101,9 +124,38 @@ class BatchesOptions:
     command: str
     batches: list[tuple[str, list[Batch]]]  # names, and the batches that follow each other
     repeats: int = option("how often each is timed", type=whole(minimum=2), default=5)
+    slo: float | None = option(
+        "find the largest token budget within this SLO of the time between tokens, in seconds, "
+        "instead",
+        type=number(above=0),
+    )
+    decodes: int = option(
+        "with --slo, requests that decode beside the chunk",
+        type=whole(minimum=1),
+        default=PerDevice(cpu=16, gpu=64),
+    )
+    max_len: int = option(
+        "with --slo, the longest request and largest budget",
+        type=whole(minimum=1),
+        default=PerDevice(cpu=1024, gpu=8192),
+    )
+    tile: int = option(
+        "with --slo, budgets are multiples of it",
+        type=whole(minimum=1),
+        default=PerDevice(cpu=32, gpu=128),
+    )
     json: str | None = json_option()
-    batch_length: int  # of the longest request
     model: ModelOptions
+
+    @property
+    def contexts(self) -> list[int]:
+        """Those of the decodes, and at the end of the chunk: a short and a long one."""
+        return [max(1, self.max_len // 8), max(1, self.max_len // 2)]
+
+    @property
+    def whole_tile(self) -> int:
+        """The tile, or the longest request if that is shorter."""
+        return min(self.tile, self.max_len)
 
 
 def add_options(parser: OptionParser) -> None:
@@ -111,31 +163,51 @@ def add_options(parser: OptionParser) -> None:
     parser.add_argument(
         "batches",
         help="each maybe with a name, as in 'chunks=2048/256'; 2 * 6x1@512 are twice six decodes",
-        nargs="+",
+        nargs="*",
         type=named_sequence,
     )
     parser.add_fields(BatchesOptions)
     add_layers_option(parser)
-    add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
+    add_model_options(
+        parser,
+        "llama-13b on a GPU with 40 GB or more, with --slo llama3-8b on one with 75; else "
+        "llama-160m",
+    )
 
 
 def resolve(parser: OptionParser, args: Namespace) -> BatchesOptions:
-    """The options. Exits with a message if two batches have one name."""
+    """The options. Exits with a message if two batches have one name, or if there is not one of
+    batches and --slo."""
     names = dict(args.batches)
     if len(names) < len(args.batches):
         parser.error(f"batches: {len(args.batches)} have {len(names)} names, {', '.join(names)}")
-    model = resolve_model(model_options(args))
-    return from_args(BatchesOptions, args, batch_length=longest(names), model=model)
+    if (args.slo is None) == (not names):
+        parser.error("batches: give some, as in 2048/256 6x1@1024, or else --slo")
+    for name in ONLY_BUDGET:
+        if args.slo is None and getattr(args, name) is not None:
+            parser.error(f"--{name.replace('_', '-')}: goes with --slo")
+    model = model_options(args)
+    if args.slo is None:
+        model = resolve_model(model)
+    else:
+        model = resolve_model(model, gpu_preset="llama3-8b", gpu_bytes=75e9)
+    return from_args(BatchesOptions, args, model=model)
 
 
 def main(options: BatchesOptions) -> None:
     """The command."""
-    model = load_model(options.model, options.batch_length, positions_from="batch-length")
+    if options.slo is not None:
+        model = load_model(options.model, options.max_len, positions_from="--max-len")
+        machine = measure_machine(model, options.model.title, options.whole_tile)
+        find_budget(model, machine, options, options.slo)
+        return
+    sequences = dict(options.batches)
+    model = load_model(options.model, longest(sequences), positions_from="batch-length")
     machine = measure_machine(model, options.model.title, rows=256)
     rows = time_sequences(
         model,
         machine,
-        dict(options.batches),
+        sequences,
         repeats=options.repeats,
         attention=options.model.attention,
     )
@@ -145,6 +217,74 @@ def main(options: BatchesOptions) -> None:
     report["batches"] = {name: row.to_json() for name, row in rows.items()}
     write_json(options, report)
     wrote(options.json)
+
+
+def find_budget(
+    model: GPT, machine: RealMachineInfo, options: BatchesOptions, slo_s: float
+) -> None:
+    """Find the largest token budget within the SLO, and print the times that it rests on. What is
+    timed when it is interrupted is printed and kept."""
+    print(machine.heading())
+    profile: list[Profiled] = []
+    report: dict[str, object] = {"machine": machine.to_json()}
+
+    def time_and_keep(runner: Runner, cases: Sequence[Case]) -> list[Profiled]:
+        rows = time_steadily(runner, cases)
+        profile.extend(rows)
+        report["profile"] = [row._asdict() for row in profile]
+        return rows
+
+    with keeping(options, report):
+        try:
+            budget, _ = token_budget.choose_budget(
+                make_runner(model, options),
+                slo_s,
+                options.decodes,
+                options.contexts,
+                options.whole_tile,
+                options.max_len,
+                time_and_keep,
+            )
+        finally:
+            if profile:
+                print_profile(profile, options.decodes, slo_s)
+        conclusion = (
+            f"Token budget {budget}: the largest of whole tiles of {options.whole_tile} that "
+            "meets the SLO."
+        )
+        if max(row.spread for row in profile) > timing.BUSY:
+            budget = None
+            conclusion = f"Token budget: {timing.TOO_BUSY}."
+        print(conclusion)
+        report |= {"budget": budget, "conclusion": conclusion}
+
+
+def make_runner(model: GPT, options: BatchesOptions) -> Runner:
+    """A runner with room for the decodes at the long context, and for the largest chunk."""
+    page_size = min(64, options.max_len)
+    decode_pages = -(-options.contexts[-1] // page_size) * options.decodes
+    chunk_pages = -(-options.max_len // page_size)
+    make = runner_for(model)
+    return make(
+        model, decode_pages + chunk_pages, page_size, options.max_len, options.model.attention
+    )
+
+
+def print_profile(profile: Sequence[Profiled], decodes: int, slo_s: float) -> None:
+    """Print the table of what was timed: each budget with its times at both contexts, from the
+    smallest to the largest."""
+    ordered = sorted(profile)  # by budget, then by context
+    rows = {}
+    for short, long in zip(ordered[::2], ordered[1::2], strict=True):
+        busy = max(short.spread, long.spread) > timing.BUSY
+        meets_slo = max(short.seconds, long.seconds) <= slo_s
+        rows[timing.mark(str(short.budget), busy)] = [
+            ("prefill + decodes", f"{short.budget - decodes} + {decodes}", ""),
+            (f"ms at {short.context}", 1e3 * short.seconds, ".1f"),
+            (f"at {long.context}", 1e3 * long.seconds, ".1f"),
+            (f"meets {1e3 * slo_s:.0f} ms", "yes" if meets_slo else "no", ""),
+        ]
+    print(format_table("token budget", rows) + "\n")
 
 
 def print_batches(rows: Mapping[str, SequenceTime]) -> None:

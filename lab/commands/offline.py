@@ -8,8 +8,9 @@ serve.py, where requests arrive while others run: Sarathi-Serve's half."""
 import textwrap
 import time
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from tqdm import tqdm
@@ -41,9 +42,10 @@ from cli.options import (
 from cli.tables import Cell, format_table, show
 from config import EngineConfig
 from lab.commands.batches import launch_cells, launch_note
-from lab.measure import timing
+from lab.measure import gain, timing
 from lab.measure.batch_times import time_layer
 from lab.measure.decode_maximal import DecodeMaximal, HybridTime, measure_decode_maximal
+from lab.measure.gain import GainExplanation, Step
 from lab.measure.machine_info import RealMachineInfo, measure_machine
 from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
 from lab.measure.run_plan import run_plan
@@ -51,6 +53,7 @@ from lab.simulator.referee import broken_rules, mark_broken
 from model import GPT, GPTConfig
 from page.html import page
 from page.records import Recorder
+from parallel import runner_for
 from policies.referee import Violation
 
 DEFAULT_POLICIES = "request-level,orca-best,vllm,sarathi,sarathi-serve"
@@ -115,6 +118,11 @@ class OfflineOptions:
         type=number(above=0),
         default_text="C / (B - 1), which is balanced",
     )
+    explain: bool = option(
+        "also say where the gain goes that the matrix products promise: the batches of "
+        "request-level and sarathi once more, part by part",
+        action="store_true",
+    )
     requests: int = option("requests to serve", type=whole(minimum=1, maximum=1_000_000))
     requests_given: bool  # or fewer may be served, see affordable_requests
     model: ModelOptions
@@ -140,15 +148,7 @@ class OfflineOptions:
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command."""
     limit = f"while that takes {MORE_REQUESTS_S} s for all policies"
-    add_load_options(parser, f"2 B + 1, and up to 3 B + 1 {limit}")
-
-
-def add_load_options(
-    parser: OptionParser, requests_text: str = "3 B + 1", leave_out: Collection[str] = ()
-) -> None:
-    """Add the options of OfflineOptions and of the model, but for those to `leave_out`. The help
-    says `requests_text` of how many requests there are by default."""
-    parser.add_fields(OfflineOptions, leave_out, requests=requests_text)
+    parser.add_fields(OfflineOptions, requests=f"2 B + 1, and up to 3 B + 1 {limit}")
     add_layers_option(parser, "all; on a CPU that would take minutes, fewer")
     add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
 
@@ -156,35 +156,27 @@ def add_load_options(
 def resolve(parser: OptionParser, args: Namespace) -> OfflineOptions:
     """The options, with those filled in that were left open. Exits with a message if they make no
     sense together."""
-    load = resolve_load(parser, args)
+    if not args.batch <= args.chunk <= args.seq_len:
+        limits = f"at least --batch {args.batch} and at most --seq-len {args.seq_len}"
+        parser.error(f"--chunk {args.chunk}: must be {limits}")
     if "dynamic" in args.policies:
         parser.error("--policies dynamic: follows an SLO, see bench.py serve and capacity")
     # raises ValueError for a chunk size of a policy that has none
     run_plan(args.policies, [1], EngineConfig(page_size=1, pages=1))
-    return from_args(
+    options = from_args(
         OfflineOptions,
         args,
-        pd_ratio=load.pd_ratio,
-        requests=load.requests,
+        pd_ratio=args.pd_ratio or args.chunk / (args.batch - 1),
+        requests=args.requests or 3 * args.batch + 1,
         requests_given=args.requests is not None,
         model=resolve_model(model_options(args)),
     )
-
-
-def resolve_load(parser: OptionParser, args: Namespace) -> OfflineLoad:
-    """The OfflineLoad that the options of `add_load_options` describe. Exits with a message if they
-    make no sense together."""
-    if not args.batch <= args.chunk <= args.seq_len:
-        limits = f"at least --batch {args.batch} and at most --seq-len {args.seq_len}"
-        parser.error(f"--chunk {args.chunk}: must be {limits}")
-    return OfflineLoad(
-        seq_len=args.seq_len,
-        pd_ratio=args.pd_ratio or args.chunk / (args.batch - 1),
-        batch=args.batch,
-        requests=args.requests or 3 * args.batch + 1,
-        lockstep=args.lockstep,
-        seed=args.seed,
-    )
+    if options.explain and not {*gain.COMPARED} <= {*options.policies}:
+        parser.error(f"--explain: needs --policies {','.join(gain.COMPARED)}, others too")
+    if options.explain and options.requests < options.fewest_requests:
+        least = f"must be at least {options.fewest_requests}, 2 B + 1, with --explain"
+        parser.error(f"--requests {options.requests}: {least}")
+    return options
 
 
 def main(options: OfflineOptions) -> None:
@@ -223,6 +215,10 @@ def main(options: OfflineOptions) -> None:
             report["end_to_end"] = {name: row.to_json() for name, row in rows.items()}
             if rows:
                 print_end_to_end(rows, options, violations)
+        if options.explain:
+            explanation = explain(model, rows, options)
+            report["explained"] = explanation.to_json()
+            print_explanation(explanation)
         conclusion = conclude(table, rows, options.chunk, violations)
         seconds = time.perf_counter() - began
         report |= {"conclusion": conclusion, "seconds": seconds}
@@ -411,6 +407,47 @@ def equal_tokens_line(rows: Mapping[str, PolicyRun], dtype: str | None) -> str:
         return f"{line}, token for token"
     reason = f"in {dtype} a token's rounding depends on the batch that it is in"
     return f"{line}; {reason}, see test_equivalence.py"
+
+
+def explain(model: GPT, rows: Mapping[str, PolicyRun], options: OfflineOptions) -> GainExplanation:
+    """Where the gain goes that the matrix products promise."""
+    load = options.load
+    make_runner = runner_for(model)
+    runner = make_runner(model, load.batch, load.seq_len, load.seq_len, options.model.attention)
+    return gain.explain_gain(runner, rows, options.chunk, load.batch)
+
+
+def print_explanation(explanation: GainExplanation) -> None:
+    """Print the table of the steps, and which of them loses most."""
+    title = timing.mark("Where the gain goes", explanation.busy)
+    print(f"{title}: the batches of both once more\n")
+    rows = {
+        step.step: [
+            ("request-level", step.request_level_ms, ".4f"),
+            ("sarathi", step.sarathi_ms, ".4f"),
+            ("gain", step.gain, ".3fx"),
+        ]
+        for step in explanation.steps
+    }
+    print(format_table("ms per token", rows))
+    print(
+        f"\n{largest_loss(explanation)}; "
+        f"the parts add up to the run's gain {explanation.difference:+.1%}\n"
+    )
+
+
+def largest_loss(explanation: GainExplanation) -> str:
+    """The part that lowers the gain most, in words."""
+    if explanation.busy:
+        return timing.TOO_BUSY
+
+    def factor(steps: tuple[Step, Step]) -> float:
+        before, after = steps
+        return after.gain / before.gain
+
+    before, after = min(pairwise(explanation.parts), key=factor)
+    cause = after.step.strip("+ ")
+    return f"most is lost to {cause}, {before.gain:.2f}x to {after.gain:.2f}x"
 
 
 def conclude(

@@ -9,8 +9,9 @@ The SLO is a multiple of the time of a decode iteration, which is measured first
 §5.1). Read first: lab/measure/capacity.py. Read next: serve_options.py, serve_report.py."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -209,134 +210,143 @@ def machines_of(options: ServeOptions, machine: Machine) -> dict[str, Machine]:
     return {"": machine}
 
 
-class Session:
-    """Runs of several policies on one load, for `serve` or `capacity`. `report` is what --json
-    holds: each number is printed and written when it is known."""
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Servers, each a function as Machine.serve of a load, and the load that all of them get.
+    `report` is what --json holds: each number is printed and written when it is known."""
 
-    def __init__(
-        self,
-        options: LoadOptions,
-        arrivals_at: ArrivalsAt,
-        report: dict[str, Any],
-        heading: str,
-        broken: Mapping[str, str] | None = None,
-    ) -> None:
-        """`broken` names the rule that the policy of a run breaks, by the name of the run."""
-        self.broken = broken or {}
-        self.options = options
-        self.arrivals_at = arrivals_at
-        self.report = report
-        self.heading = heading  # of the machine
-        self.slo_s: float = report["slo_s"]
-        self.unit: str = report["unit"]
-        self.judged: dict[str, JudgedRun] = {}  # of serve
-        self.runs: dict[str, Run] = {}
-        self.recorders: dict[str, Recorder] = {}
-        self.trials: dict[str, list[Trial[JudgedRun]]] = {}  # of capacity
-        self.searches: dict[str, SearchResult[JudgedRun]] = {}
-        self.results = report.setdefault("runs" if self.is_serving else "results", {})
+    options: LoadOptions
+    arrivals_at: ArrivalsAt
+    servers: Mapping[str, Callable[..., Run]]
+    report: dict[str, Any]
+    heading: str  # of the machine
+    broken: Mapping[str, str] = field(default_factory=dict)  # server -> the rule its policy breaks
+    rate_counts: bool = False  # see metrics.missed
 
-    @property
-    def is_serving(self) -> bool:
-        """Whether the command is serve, not capacity."""
-        return self.options.command == "serve"
-
-    @property
-    def has_enough_requests(self) -> bool:
-        """Whether there are several times the requests that may run at once, as far as is known."""
-        options = self.options
-        return isinstance(options, ServeOptions) and options.requests >= options.fewest_requests
-
-    def run_all(self, servers: Mapping[str, Callable[..., Run]], start: float = 0.0) -> None:
-        """Let each of `servers` serve at --qps, or search its capacity from the rate `start`.
-
-        A server is a function as Machine.serve of a load. What there is at an interrupt is kept."""
-        name = ""
-        try:
-            for name, serve in servers.items():
-                run_at_rate = partial(self.run_at_rate, name, serve)
-                if isinstance(self.options, CapacityOptions) and name in self.broken:
-                    run_at_rate(start)  # no rate is met
-                elif isinstance(self.options, CapacityOptions):
-                    capacity.search_capacity(run_at_rate, start, self.options.ratio)
-                else:
-                    run_at_rate(self.options.qps)
-        except KeyboardInterrupt as interrupt:
-            if self.is_serving and isinstance(interrupt, LoadInterrupted):
-                self.add(name, self.options.qps, interrupt.run)
-            print("interrupted: what was seen until then is kept")
-            raise
-        finally:
-            if self.results:
-                self.finish()
-
-    def run_at_rate(self, name: str, serve: Callable[..., Run], qps: float | None) -> JudgedRun:
-        """Serve the load at this rate, and say whether the SLO was met."""
+    def run(self, name: str, qps: float | None, recorder: Recorder | None = None) -> Run:
+        """Let a server serve the load at this rate."""
         arrivals = self.arrivals_at(qps)
-        recorder = self.recorders.setdefault(name, Recorder()) if self.options.html else None
         with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
-            run = serve(arrivals, progress=bar.update, recorder=recorder)
-        if recorder:
-            self.name_instances(recorder, run)
-        return self.add(name, qps, run)
+            return self.servers[name](arrivals, progress=bar.update, recorder=recorder)
 
-    def name_instances(self, recorder: Recorder, run: Run) -> None:
-        """Let the page have a lane for each instance: of two pools, with what is sent between them,
-        or of replicas."""
-        options = self.options
-        replicas = 1
-        if isinstance(options, ServeOptions) and options.model.pp == 1:
-            replicas = options.replicas
-        if run.transfers:
-            recorder.add_transfers(run.transfers)
-        elif "prefills" not in recorder.settings and replicas > 1:
-            recorder.name_replicas(instance_names("replica", replicas))
+    def judge(self, name: str, run: Run) -> JudgedRun:
+        """Whether a run met the SLO."""
+        rule = self.broken.get(name)
+        return capacity.judge(run, self.report["slo_s"], rule, rate_counts=self.rate_counts)
 
-    def add(self, name: str, qps: float | None, run: Run) -> JudgedRun:
-        """Print and write what was measured in a run."""
-        judged = capacity.judge(
-            run, self.slo_s, self.broken.get(name), rate_counts=self.has_enough_requests
-        )
-        if self.is_serving:
-            self.runs[name] = run
-            self.judged[name] = judged
-            self.results[name] = {"qps": qps, **judged.to_json()}
-        else:
-            assert qps is not None and isinstance(self.options, CapacityOptions)
-            trials = self.trials.setdefault(name, [])
-            trials.append(Trial(qps, judged))
-            search = capacity.summarize_search(trials, self.options.ratio)
-            self.searches[name] = search
-            self.results[name] = search_json(search)
-        print(format_point(name, qps, judged, self.unit))
+    def tell(self, name: str, qps: float | None, judged: JudgedRun) -> None:
+        """Print a run, and write the report, which has it already."""
+        print(format_point(name, qps, judged, self.report["unit"]))
         self.report["conclusion"] = conclude(self.report)
         write_json(self.options, self.report)
-        if self.options.csv:
-            write_text(self.options.csv, requests_csv(self.runs))
-        return judged
 
-    def finish(self) -> None:
-        """Print the tables and the conclusion, draw, and say which files were written."""
-        options = self.options
-        print()
-        if self.is_serving:
-            print_runs(self.judged, self.slo_s)
+
+@contextmanager
+def saying_what_is_kept() -> Iterator[None]:
+    """Say at an interrupt that the results until then are kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted: what was seen until then is kept")
+        raise
+
+
+def compare_runs(comparison: Comparison) -> None:
+    """`serve`: let each server serve at --qps. What there is at an interrupt is kept."""
+    options = comparison.options
+    report = comparison.report
+    runs: dict[str, Run] = {}
+    judged: dict[str, JudgedRun] = {}
+    recorders: dict[str, Recorder] = {}
+    report["runs"] = {}
+
+    def keep(name: str, run: Run) -> None:
+        runs[name] = run
+        judged[name] = comparison.judge(name, run)
+        report["runs"][name] = {"qps": options.qps, **judged[name].to_json()}
+        comparison.tell(name, options.qps, judged[name])
+        if options.csv:
+            write_text(options.csv, requests_csv(runs))
+
+    try:
+        with saying_what_is_kept():
+            for name in comparison.servers:
+                if options.html:
+                    recorders[name] = Recorder()
+                try:
+                    run = comparison.run(name, options.qps, recorders.get(name))
+                except LoadInterrupted as interrupt:
+                    keep(name, interrupt.run)
+                    raise
+                if name in recorders:
+                    name_instances(recorders[name], run, options)
+                keep(name, run)
+    finally:
+        if runs:
+            print()
+            print_runs(judged, report["slo_s"])
+            print(report["conclusion"])
+            if options.plot:
+                from lab.pictures.timelines import plot_serving
+
+                plot_serving(runs, report["machine"], options.plot, report["slo_s"])
+            if options.html:
+                html = page(report["load"], comparison.heading, recorders, slo_s=report["slo_s"])
+                write_text(options.html, html)
+            wrote(options.json, options.csv, options.plot)
+            wrote_page(options.html)
+
+
+def name_instances(recorder: Recorder, run: Run, options: LoadOptions) -> None:
+    """Let the page have a lane for each instance: of two pools, with what is sent between them, or
+    of replicas."""
+    replicas = 1
+    if isinstance(options, ServeOptions) and options.model.pp == 1:
+        replicas = options.replicas
+    if run.transfers:
+        recorder.add_transfers(run.transfers)
+    elif "prefills" not in recorder.settings and replicas > 1:
+        recorder.name_replicas(instance_names("replica", replicas))
+
+
+def compare_capacities(comparison: Comparison, start: float, ratio: float) -> None:
+    """`capacity`: search the highest rate at which each server meets the SLO, from the rate `start`
+    on. What there is at an interrupt is kept."""
+    options = comparison.options
+    report = comparison.report
+    searches: dict[str, SearchResult[JudgedRun]] = {}
+    report["results"] = {}
+
+    def search(name: str) -> None:
+        trials: list[Trial[JudgedRun]] = []
+
+        def run_at_rate(qps: float) -> JudgedRun:
+            judged = comparison.judge(name, comparison.run(name, qps))
+            trials.append(Trial(qps, judged))
+            searches[name] = capacity.summarize_search(trials, ratio)
+            report["results"][name] = search_json(searches[name])
+            comparison.tell(name, qps, judged)
+            return judged
+
+        if name in comparison.broken:
+            run_at_rate(start)  # no rate is met
         else:
-            print_capacities(self.searches, self.unit)
-        print(self.report["conclusion"])
-        if options.plot:
-            from lab.pictures.timelines import plot_capacity, plot_serving
+            capacity.search_capacity(run_at_rate, start, ratio)
 
-            machine = self.report["machine"]
-            if self.is_serving:
-                plot_serving(self.runs, machine, options.plot, self.slo_s)
-            else:
-                plot_capacity(self.results, machine, options.plot, self.slo_s)
-        if options.html:
-            html = page(self.report["load"], self.heading, self.recorders, slo_s=self.slo_s)
-            write_text(options.html, html)
-        wrote(options.json, options.csv, options.plot)
-        wrote_page(options.html)
+    try:
+        with saying_what_is_kept():
+            for name in comparison.servers:
+                search(name)
+    finally:
+        if searches:
+            print()
+            print_capacities(searches, report["unit"])
+            print(report["conclusion"])
+            if options.plot:
+                from lab.pictures.timelines import plot_capacity
+
+                plot_capacity(report["results"], report["machine"], options.plot, report["slo_s"])
+            wrote(options.json, options.plot)
 
 
 def main(options: ServeOptions) -> dict[str, Any]:
@@ -350,10 +360,11 @@ def main(options: ServeOptions) -> dict[str, Any]:
         page_size=1,
         pages=options.kv_tokens,
     )
-    plan = partial(
-        run_plan, options.policies, options.page_size, config, caching=options.prefix_caching
-    )
-    plan(1.0)  # errors in it, and in the load, end the command before a model is loaded
+
+    def plan(policies: Sequence[str], slo_s: float) -> dict[str, EngineConfig]:
+        return run_plan(policies, options.page_size, config, slo_s, options.prefix_caching)
+
+    plan(options.policies, 1.0)  # errors end the command before a model is loaded
     arrivals_at, load = make_workload(options)
     is_serving = options.command == "serve"
     has_own_rate = is_serving and options.trace is not None and options.qps is None
@@ -378,33 +389,42 @@ def main(options: ServeOptions) -> dict[str, Any]:
         "unit": "chats/s" if options.turns > 1 else "requests/s",
     }
     print(format_heading(machine, options, report, arrivals))
-    kv_link = None  # that is simulated
+    configs = plan(options.policies, slo_s)
+    pools = None
     if options.pools:
-        link_text, kv_link = pools_link(options, machine)
+        pools = pools_link(options, machine)
         print(
             f"pools: {options.pools.prefill} of {options.replicas} instances prefill, "
-            f"{options.pools.decode} decode; keys and values over {link_text}\n"
+            f"{options.pools.decode} decode; keys and values over {pools.text}\n"
         )
-    configs = plan(slo_s)
     violations = broken_rules(run_config.policy for run_config in configs.values())
     for violation in violations.values():
         print(f"{violation.sentence}: no SLO is met\n")
-    servers = {}
+    servers: dict[str, Callable[..., Run]] = {}
     broken = {}
     for name, run_config in configs.items():
         for suffix, server in machines_of(options, machine).items():
             servers[name + suffix] = partial(server.serve, run_config)
             if run_config.policy in violations:
                 broken[name + suffix] = violations[run_config.policy].rule
-    if options.pools:
-        pooled_plan = run_plan(
-            [SIZES], options.page_size, config, slo_s, caching=options.prefix_caching
-        )
-        for name, serve in pooled_servers(options, machine, kv_link).items():
-            for label, run_config in pooled_plan.items():
-                servers[label.replace(SIZES, name)] = partial(serve, run_config)
-    session = Session(options, arrivals_at, report, machine.info.heading(), broken)
-    session.run_all(servers, start)
+    if pools:
+        pooled_configs = plan([SIZES], slo_s)
+        for name, serve in pooled_servers(options, machine, pools.simulated).items():
+            for label, run_config in pooled_configs.items():
+                servers[name + label.removeprefix(SIZES)] = partial(serve, run_config)
+    comparison = Comparison(
+        options=options,
+        arrivals_at=arrivals_at,
+        servers=servers,
+        report=report,
+        heading=machine.info.heading(),
+        broken=broken,
+        rate_counts=options.requests >= options.fewest_requests,
+    )
+    if isinstance(options, CapacityOptions):
+        compare_capacities(comparison, start, options.ratio)
+    else:
+        compare_runs(comparison)
     return report
 
 

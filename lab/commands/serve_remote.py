@@ -91,12 +91,18 @@ def main(options: RemoteOptions) -> None:
         f"{server.info.heading()}{describe_load(options, load, arrivals)}\n"
         f"SLO: P99 TBT at most {options.slo:.3f} s (as asked for), median delay not known\n"
     )
-    session = serving.Session(options, arrivals_at, report, server.info.heading())
-    session.run_all({options.url: server_of_session(server, options)})
+    comparison = serving.Comparison(
+        options=options,
+        arrivals_at=arrivals_at,
+        servers={options.url: serve_by(server, options)},
+        report=report,
+        heading=server.info.heading(),
+    )
+    serving.compare_runs(comparison)
 
 
-def server_of_session(server: RemoteServer, options: RemoteOptions) -> Callable[..., Run]:
-    """A function that serves arrivals, as serving.Session calls it."""
+def serve_by(server: RemoteServer, options: RemoteOptions) -> Callable[..., Run]:
+    """A function that lets another server serve arrivals, as Machine.serve does."""
 
     def serve(
         arrivals: Sequence[workload.Arrival], progress: Callable[[], object], recorder: None

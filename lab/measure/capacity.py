@@ -152,21 +152,11 @@ class JudgedRun(Verdict):
 
     def to_json(self) -> dict[str, Any]:
         """One flat dict, with that of the RunSummary in it."""
-        link = {"link": asdict(self.link)} if self.link else {}
-        return (
-            self.summary.to_json()
-            | link
-            | {
-                "own_fraction": self.own_fraction,
-                "refused": self.refused,
-                "cut_short": self.cut_short,
-                "drift": self.drift,
-                "broken_rule": self.broken_rule,
-                "met": self.met,
-                "missed": self.missed,
-                "busy": self.busy,
-            }
-        )
+        own = asdict(self) | {"met": self.met}
+        del own["summary"]
+        if self.link is None:
+            del own["link"]
+        return self.summary.to_json() | own
 
 
 def judge(

@@ -3,7 +3,7 @@
 Decodes that ride with a chunk cost what rows of a whole prompt cost, and need no pass over the
 weights of their own (SARATHI §4.4). So the products alone promise a gain over request-level, and a
 run shows less. `explain_gain` runs the batches of both policies again: products, attention and the
-whole apart. Read first: timing.py, metrics.steady. Read next: lab/commands/explain.py.
+whole apart. Read first: timing.py, metrics.steady. Read next: lab/commands/offline.py.
 """
 
 from collections import defaultdict

@@ -7,7 +7,7 @@
 Read first: timing.py."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,67 +17,32 @@ from parallel.shard import Shard
 from speedups.packed_linear import count_parameters
 
 
-def known_fields(info: Any) -> dict[str, Any]:
-    """All fields of a dataclass but those that are None."""
-    return {name: value for name, value in asdict(info).items() if value is not None}
-
-
-class MachineInfo(Protocol):
-    """What is known of a machine, measured or simulated."""
-
-    @property
-    def device(self) -> str:
-        """The name of the CPU or GPUs."""
-        ...
-
-    @property
-    def model(self) -> str:
-        """The name of the model."""
-        ...
-
-    @property
-    def dtype(self) -> str:
-        """The type of its numbers."""
-        ...
-
-    def heading(self) -> str:
-        """The lines that stand above all tables. Each ends with a newline."""
-        ...
-
-    def to_json(self) -> dict[str, Any]:
-        """What a report has as its "machine"."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class DistantMachineInfo:
-    """A model on a machine that is simulated, or only known by its address."""
+class MachineInfo:
+    """What is known of a machine that is simulated, or known by its address; and of any other."""
 
-    device: str
-    model: str
-    dtype: str
+    device: str  # the name of the CPU or GPUs
+    model: str  # a preset or a checkpoint
+    dtype: str  # of its numbers
     constants: dict[str, Any] | None = None  # of a simulated device
 
     def heading(self) -> str:
-        """The device, and the model that runs on it."""
+        """The lines that stand above all tables. Each ends with a newline."""
         return f"{self.device}\n{self.model}, {self.dtype}\n"
 
     def to_json(self) -> dict[str, Any]:
-        """All fields but those that are None."""
-        return known_fields(self)
+        """What a report has as its "machine": all fields but those that are None."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
-class RealMachineInfo:
+class RealMachineInfo(MachineInfo):
     """A model on the device of this process. Computing with a batch of `ridge_tokens` rows takes
     as long as reading the weights for it."""
 
-    device: str  # the name of the CPU or GPU
     threads: int
     torch: str  # its version
-    model: str  # a preset or a checkpoint
     parameters: int
-    dtype: str
     compiled: bool
     flops_per_s: float  # of the matrix products of this model
     bytes_per_s: float  # of reading memory
@@ -103,10 +68,6 @@ class RealMachineInfo:
             f"{self.model}, {self.parameters:,} parameters, {self.dtype}{parallel}{compiled}\n"
             f"{rates}"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields but those that are None."""
-        return known_fields(self)
 
 
 def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:

@@ -21,7 +21,7 @@ from urllib.request import Request, urlopen
 from pydantic import BaseModel
 
 from errors import check_whole, one_line
-from lab.measure.machine_info import DistantMachineInfo
+from lab.measure.machine_info import MachineInfo
 from lab.measure.run_loop import LoadInterrupted, Run
 from lab.measure.workload import Arrival
 from policies.priority import PRIORITIES
@@ -69,7 +69,7 @@ class RemoteServer:
         self.api_key = api_key
         self.model = model or self._first_model()
         name = one_line(self.model)[:200]
-        self.info = DistantMachineInfo(device=url, model=name, dtype="as it was started")
+        self.info = MachineInfo(device=url, model=name, dtype="as it was started")
 
     def serve(
         self,

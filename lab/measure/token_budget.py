@@ -1,7 +1,7 @@
 """SLOs of the time between tokens, and the token budget that meets one (Sarathi-Serve §4.3, §5.1).
 
 Hybrid batches are timed, and the largest budget that meets the SLO is taken: by `auto_budget`, and
-by `python bench.py budget`. Read first: policies/iteration_time.py."""
+by `python bench.py batches --slo`. Read first: policies/iteration_time.py."""
 
 import statistics
 import time

@@ -252,11 +252,20 @@ class CostModel:
 
     def stages(self, batch: Chunks) -> StageTimes:
         """The StageTimes of a batch. The last stage has the output head, too."""
-        tokens = token_count(batch)
+        return self._stage_times(token_count(batch), len(batch), sum(self.layer_seconds(batch)))
+
+    def decode_stages(self, decodes: int, keys: int) -> StageTimes:
+        """The StageTimes of a batch of so many decodes, which read so many keys in all."""
+        attention_s = self.device.op_s + self._key_s * keys
+        layer_s = sum((*self.token_seconds(decodes), attention_s))
+        return self._stage_times(decodes, decodes, layer_s)
+
+    def _stage_times(self, tokens: int, rows: int, layer_s: float) -> StageTimes:
+        """The StageTimes of a batch, of which the head computes so many rows."""
         n_embd = self.config.n_embd
-        seconds = [self.cpu_s + self.layers * sum(self.layer_seconds(batch))] * self.pp
+        seconds = [self.cpu_s + self.layers * layer_s] * self.pp
         vocabulary = self.config.vocab_size // self.tp
-        seconds[-1] += product_seconds(self.device, len(batch), n_embd, vocabulary)
+        seconds[-1] += product_seconds(self.device, rows, n_embd, vocabulary)
         # to reach the next stage, each of the tp GPUs sends its part
         bytes_per_s = self.pp_link.bytes_per_s * (self.tp if self.pp_link.per_gpu else 1)
         return StageTimes(seconds, self.pp_link.step_s + BYTES * tokens * n_embd / bytes_per_s)

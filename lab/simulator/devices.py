@@ -42,12 +42,13 @@ class Device:
 # Those of NVIDIA's A100 and A40 give the medians of all-reduces that Vidur's authors measured and
 # published (github.com/microsoft/vidur, data/profiling); how far off they are is in percent.
 LINKS = {
-    # eight GPUs of a DGX A100, 0.5 to 65 MB: 19 % at most
+    # eight GPUs of a DGX A100, 0.5 to 65 MB: 19 % in the median, 41 % at most
     "nvlink3": Link(bytes_per_s=165e9, step_s=2e-6),
     # that of nvlink3, times 900 / 600 GB/s
     "nvlink4": Link(bytes_per_s=247e9, step_s=2e-6),
-    # two A100 of a virtual machine (a100_pairwise_nvlink), up to 530 MB: 8 % at most; small ones
-    # take 55 us. In another profile (a100_pair_nvlink) these take 6 to 11 us, and 3 MB 39.
+    # two A100 of a virtual machine (a100_pairwise_nvlink), up to 530 MB: 2 % in the median, over
+    # 8 % at 26 % of the sizes, 32 % of 4 to 8 MB; small ones take 55 us. In another profile
+    # (a100_pair_nvlink) these take 6 to 11 us, and 3 MB 39.
     "nvlink3-pair": Link(bytes_per_s=200e9, step_s=25e-6),
     # four A100 in two such pairs, up to 121 MB: 10 % at most
     "nvlink3-pairs": Link(bytes_per_s=22.5e9, step_s=8.5e-6),
@@ -66,11 +67,11 @@ LINKS = {
     "ethernet": Link(bytes_per_s=5e9, step_s=50e-6, per_gpu=False),
 }
 
-# The rates are rounded from what `bench.py fit` finds in measured times of a LLaMA-2-7B layer
-# on one A100-80GB (Vidur's profile). Its attention over chunks of 544 to 3,584 tokens after 0 to
-# 3,456 takes as long as all pairs of queries and keys at 116 Tflop/s, masked or not: 7 % off in the
-# median. Without the masked pairs, half of a chunk's own, no rate comes closer than 24 %. The cache
-# of decodes is read as fast as weights.
+# The rates are rounded from what examples/fit_device.py finds in measured times of a layer of
+# LLaMA-2-7B on one A100-80GB (Vidur's profile). Its attention over chunks of 544 to 3,584 tokens
+# after 0 to 3,456 takes as long as all pairs of queries and keys at 116 Tflop/s, masked or not: 7 %
+# off in the median. Without the masked pairs, half of a chunk's own, no rate comes closer than
+# 24 %. The cache of decodes is read as fast as weights.
 A100 = Device(
     name="A100-80GB",
     flops_per_s=227e12,

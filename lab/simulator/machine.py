@@ -13,7 +13,7 @@ from config import EngineConfig
 from lab.measure import run_loop, timing, workload
 from lab.measure.capacity import Base
 from lab.measure.machine import RealMachine
-from lab.measure.machine_info import DistantMachineInfo, RealMachineInfo
+from lab.measure.machine_info import MachineInfo, RealMachineInfo
 from lab.measure.metrics import Percentiles, percentiles
 from lab.measure.run_loop import Recorder, Run
 from lab.measure.token_budget import BASE_BATCH, Profiled, base_context, time_iterations
@@ -94,7 +94,7 @@ class SimulatedMachine(CountingMachine):
         self.micro_batches = cost.pp * replicas
         device = cost.device
         copies = f", {replicas} replicas" if replicas > 1 else ""
-        self.info = DistantMachineInfo(
+        self.info = MachineInfo(
             device=(
                 f"simulated: {cost.tp * self.micro_batches} x {device.name}, TP {cost.tp} x "
                 f"PP {cost.pp}{copies}, {1e3 * cost.cpu_s:g} ms of CPU per iteration and stage"
@@ -154,37 +154,12 @@ def _case(max_len: int, chunk: int, context: int, decodes: int) -> BatchCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FittedMachineInfo:
+class FittedMachineInfo(RealMachineInfo):
     """What is known of a real machine, and of the law that predicts its iterations."""
 
-    real: RealMachineInfo
-    device: str
-    law: Any  # of an IterationTime
+    law: Sequence[float]  # of an IterationTime
     prediction_error: Percentiles  # relative, of batches that were not fitted
     profile_busy: bool
-
-    @property
-    def model(self) -> str:
-        """The model."""
-        return self.real.model
-
-    @property
-    def dtype(self) -> str:
-        """The type of its numbers."""
-        return self.real.dtype
-
-    def heading(self) -> str:
-        """That of the real machine, with the name of this one."""
-        return replace(self.real, device=self.device).heading()
-
-    def to_json(self) -> dict[str, Any]:
-        """All that is known of the real machine, and of the law."""
-        return self.real.to_json() | {
-            "device": self.device,
-            "law": self.law,
-            "prediction_error": asdict(self.prediction_error),
-            "profile_busy": self.profile_busy,
-        }
 
 
 class FittedMachine(CountingMachine):
@@ -207,9 +182,11 @@ class FittedMachine(CountingMachine):
         self.cost = cost
         (law,) = cost.laws
         error = percentiles(abs(law.predict(shape) / s - 1) for shape, s in timed[count:])
+        known: dict[str, Any] = {**vars(real.info)}
+        if is_alone:
+            known["device"] = f"simulated: {real.info.device}"
         self.info = FittedMachineInfo(
-            real=real.info,
-            device=f"simulated: {real.info.device}" if is_alone else real.info.device,
+            **known,
             law=law.law,
             prediction_error=error,
             profile_busy=busy,

@@ -8,7 +8,7 @@
 Read first: simulation.py, parallel/stages.py. Read next: lab/commands/pipeline.py."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -39,17 +39,6 @@ class StageSummary:
     own: float | None = None  # neither computing nor waiting, as a share of busy_s
     sums: float | None = None  # sums over ranks with their waiting, as a share of busy_s
 
-    def to_json(self) -> dict[str, float]:
-        """The fields that are known."""
-        fields = {
-            "busy_s": self.busy_s,
-            "bubble_s": self.bubble_s,
-            "idle_s": self.idle_s,
-            "own": self.own,
-            "sums": self.sums,
-        }
-        return {name: value for name, value in fields.items() if value is not None}
-
 
 @dataclass(frozen=True)
 class PipelineSummary:
@@ -69,15 +58,12 @@ class PipelineSummary:
 
     def to_json(self) -> dict[str, Any]:
         """What a report has of the run."""
-        return {
-            "makespan_s": self.makespan_s,
-            "tokens_per_s": self.tokens_per_s,
-            "bubbles_s": self.bubbles_s,
-            "median_bubble_s": self.median_bubble_s,
-            "stages": [stage.to_json() for stage in self.stages],
-            **self.kinds_s,
-            "busy": self.busy,
-        }
+        fields: dict[str, Any] = asdict(self) | {"bubbles_s": self.bubbles_s} | self.kinds_s
+        del fields["kinds_s"]
+        for stage in fields["stages"]:
+            for name in [name for name, value in stage.items() if value is None]:
+                del stage[name]
+        return fields
 
 
 @dataclass(frozen=True)

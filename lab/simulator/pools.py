@@ -18,7 +18,7 @@ from config import EngineConfig
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import Cost, CostModel
 from lab.simulator.devices import Link
-from lab.simulator.simulation import Simulated, Simulation, event_of, run_simulation
+from lab.simulator.simulation import Simulated, Simulation, run_simulation
 from policies.micro_batches import StageTime
 from policies.observers import Iteration
 from policies.pools import Pools, PrefillInstance, Sent, Transfer, TwoPools
@@ -182,9 +182,7 @@ class PoolSimulation(Simulation):
         self._push(self.now, number)
         self._wake()
         self._send()
-        if not self.record:  # nobody looks at the others
-            new_tokens = [new for new in new_tokens if new[0].finish_reason]
-        return [event_of(request, token) for request, token in new_tokens]
+        return self.events_of(new_tokens)
 
     def _send(self) -> None:
         """Start all transfers for which there is memory."""
