@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from errors import INT64_MAX, QueueFull, check_bool, check_names, check_sizes, check_type, set_field
-from hardware.memory import ModelLike, fill_in
 from kv_cache import Pages
 from policies import check_options, find_policy, make_scheduler, policy_options
 from policies.pages import make_pages
+from runtime.memory import ModelLike, fill_in
 from scheduler import Scheduler
 
 MAX_PAGES = 2**28  # they take some gigabytes to count

@@ -9,7 +9,7 @@
 A step is atomic: if anything raises before the sampled tokens are there (out of memory, Ctrl-C),
 the next `step()` computes the batch again. For interrupts anywhere else see journal.py.
 
-Read first: config.py. Here the core ends. Beside it: speedups/runner.py, which holds model and
+Read first: config.py. Here the core ends. Beside it: runtime/runner.py, which holds model and
 cache; journal.py; policies/pages.py."""
 
 import sys
@@ -24,11 +24,11 @@ from errors import check_bool, check_number, check_type, check_whole
 from model import GPT, FlatBatch
 from policies.observers import Iteration
 from policies.priority import make_service
-from pretrained.text import Prompt, Text, Tokenizer, params_of_each
 from request import Batch, Completion, Event, Request
+from runtime.runner import Runner, warm_up
+from runtime.text import Prompt, Text, Tokenizer, params_of_each
 from sampling import SamplingParams
 from scheduler import Scheduler
-from speedups.runner import Runner, warm_up
 
 
 class Computed(NamedTuple):

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from attention.plan import AttentionBackend, AttentionPlan, to_device
 from errors import check_type
-from hardware.memory import check_model_fits, check_placement
 from kv_cache import KVCache, slot_mapping
 from pretrained import checkpoints
 from pretrained.geometry import GPTConfig
@@ -31,7 +30,8 @@ from pretrained.random_weights import init_weight, weight_generator
 from pretrained.rope import rope_table
 from pretrained.sharding import Slices, slices_of
 from request import Chunk
-from speedups.pieces import by_rows
+from runtime.memory import check_model_fits, check_placement
+from runtime.pieces import by_rows
 
 ROPE_POSITIONS = 4096  # of a new model's table
 

@@ -21,7 +21,7 @@ from errors import (
     check_whole,
     set_field,
 )
-from speedups.drawing import draw
+from runtime.drawing import draw
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from errors import ArgumentError, check_whole
-from journal import Journal
 from kv_cache import Pages
 from request import Batch, Chunk, Request  # noqa: F401
+from runtime.journal import Journal
 
 
 class Admission(NamedTuple):

@@ -23,8 +23,8 @@ from kv_cache import slot_mapping
 from model import GPT, FlatBatch
 from policies import POLICIES
 from pretrained.rope import rope_table
+from runtime.lone_chunk import lone_chunk
 from sampling import SamplingParams
-from speedups.lone_chunk import lone_chunk
 from tests.helpers import alone, block_tables, poison, poisoned_cache, run, tiny_model
 
 by_layout = pytest.mark.parametrize("position_major", [False, True], ids=["heads", "slots"])

@@ -8,7 +8,7 @@ import torch
 from attention.plan import SIXTEEN_BITS, AttentionBackend
 from kv_cache import KVCache
 from pretrained.geometry import GPTConfig
-from speedups.lone_chunk import lone_chunk
+from runtime.lone_chunk import lone_chunk
 
 
 def check_gpu(name: str, cache: KVCache) -> None:

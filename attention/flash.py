@@ -13,10 +13,10 @@ from torch import Tensor
 
 from attention.fallback import check_gpu, probe
 from attention.plan import to_device
-from hardware.memory import FLASH_PAGE
 from kv_cache import KVCache
 from pretrained.geometry import GPTConfig
 from request import Chunk
+from runtime.memory import FLASH_PAGE
 
 
 class Call(NamedTuple):

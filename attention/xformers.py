@@ -18,7 +18,7 @@ from attention.plan import AttentionPlan, to_device
 from kv_cache import KVCache
 from pretrained.geometry import GPTConfig
 from request import Chunk
-from speedups.lone_chunk import lone_chunk
+from runtime.lone_chunk import lone_chunk
 
 CPU = torch.device("cpu")
 PADDING = lone_chunk([0], 0, [0])  # a decode that attends to one key, the first of page 0

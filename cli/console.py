@@ -15,7 +15,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from errors import one_line
-from hardware.torchrun import find_place
+from runtime.torchrun import find_place
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TWICE_S = 0.5  # `timeout` and others send a signal to the process and then to its group

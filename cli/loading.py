@@ -33,9 +33,9 @@ from cli.options import (
     policy_name,
     whole,
 )
-from hardware.torchrun import find_place
 from policies import ALL_POLICIES
 from pretrained.presets import PRESETS
+from runtime.torchrun import find_place
 
 if TYPE_CHECKING:
     from model import GPT, GPTConfig
@@ -253,12 +253,12 @@ def _load_here(
 ) -> GPT:
     """load_model in this process, maybe as one of several ranks. All of these take rank 0's dtype.
     `length` is for error messages: the option and its value, as "--max-len 2048"."""
-    from hardware.memory import check_memory
     from kv_cache import kv_bytes_per_token
     from model import GPT, GPTConfig
     from parallel.shard import Shard
     from pretrained import checkpoints
-    from speedups.packed_linear import pack
+    from runtime.memory import check_memory
+    from runtime.packed_linear import pack
 
     dtype_name = ranks.gather(options.dtype)[0] if ranks else options.dtype
     dtype: torch.dtype = getattr(torch, str(dtype_name))

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from errors import one_line
-from files import new_file
 from policies import ALL_POLICIES, find_policy
 from policies.custom import where_it_failed
+from runtime.files import new_file
 
 MAX_WHOLE = 10**15  # torch can count so far
-SMALL_PAGES = "64, or half of --max-len; 256 on CUDA"  # hardware.memory.small_page_size in short
+SMALL_PAGES = "64, or half of --max-len; 256 on CUDA"  # runtime.memory.small_page_size in short
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 Options = TypeVar("Options")
 Number = TypeVar("Number", int, float)

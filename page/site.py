@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from files import new_file
 from page.html import Packed, pack
 from page.records import Recorder
+from runtime.files import new_file
 
 
 def write_packed(folder: Path, file: str, content: object) -> Packed:

@@ -5,7 +5,7 @@ from model import GPT
 from parallel.instances import ReplicasEngine
 from parallel.shard import Shard
 from parallel.stages import ParallelEngine, ParallelRunner
-from speedups.runner import Runner
+from runtime.runner import Runner
 
 
 def engine_for(model: GPT) -> type[Engine]:

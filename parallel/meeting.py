@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from hardware.torchrun import Place
+from runtime.torchrun import Place
 
 MEETING_LIMIT = timedelta(minutes=2)  # to wait for a rank to come at all
 CONNECT_S = 3  # for one attempt

@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from hardware.torchrun import find_meeting, find_place
 from parallel.meeting import device_of, meet, wait_for_port
 from parallel.watch import Failure, Heartbeat, Process, Watch
+from runtime.torchrun import find_meeting, find_place
 
 T = TypeVar("T")
 LOAD_LIMIT = timedelta(hours=2)  # to load the model

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from config import EngineConfig
 from engine import Computed, Engine
-from hardware.memory import MAX_BATCH
 from model import FlatBatch
 from parallel.ranks import Ranks
 from parallel.shard import Shard
 from policies.micro_batches import MicroBatches, StageTime
 from policies.observers import Iteration
 from request import Batch, Chunk, Completion, Event
+from runtime.lone_chunk import lone_chunk
+from runtime.memory import MAX_BATCH
+from runtime.runner import Runner, Sampled, tokens_of
 from sampling import SamplingParams
 from scheduler import Scheduler
-from speedups.lone_chunk import lone_chunk
-from speedups.runner import Runner, Sampled, tokens_of
 
 
 class SentChunk(NamedTuple):

@@ -24,7 +24,7 @@ from threading import Event, Lock, Thread
 from traceback import extract_tb
 from typing import Any, NamedTuple, NoReturn
 
-from hardware.torchrun import Place
+from runtime.torchrun import Place
 
 BEAT_S = 2  # between two heartbeats
 SILENCE_LIMIT_S = 20  # a rank that sends no message for so long is lost

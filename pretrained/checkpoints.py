@@ -17,12 +17,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from errors import check_type, one_line, refusing, shorten
-from hardware.memory import check_model_fits
 from pretrained.geometry import ARCHITECTURES, GPTConfig, RopeScaling
 from pretrained.gguf_files import is_gguf, read_gguf
 from pretrained.schema import Schema, naming
 from pretrained.sharding import views
 from pretrained.short_names import SHORT_NAMES
+from runtime.memory import check_model_fits
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

@@ -44,8 +44,8 @@ def load(options: ServerOptions) -> GPT:
 
 def make_engine(options: ServerOptions) -> Engine:
     """The engine of these options, warmed up."""
-    from hardware.memory import MAX_LEN, small_page_size
     from parallel import engine_for
+    from runtime.memory import MAX_LEN, small_page_size
 
     model = load(options)
     max_len = options.max_len or min(MAX_LEN, model.config.max_positions)
@@ -88,9 +88,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line: load the model, and serve until a signal comes."""
     options = parse_args(argv)
     from cli.loading import find_text_model
-    from hardware.torchrun import find_place
     from lab.simulator.referee import broken_rules
     from pretrained.tokenizers import load_chat
+    from runtime.torchrun import find_place
     from server.app import Api
     from server.connections import Server
     from server.engine_thread import EngineThread

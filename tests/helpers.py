@@ -16,9 +16,9 @@ from model import GPT, FlatBatch, GPTConfig
 from policies import POLICIES, make_scheduler
 from policies.iteration_time import BatchShape
 from policies.pages import make_pages
+from runtime.lone_chunk import lone_chunk
 from sampling import SamplingParams, sample
 from scheduler import Scheduler
-from speedups.lone_chunk import lone_chunk
 
 # first come, first served, and the newest is preempted: what decides on that is scheduler.py's, or
 # dynamic.py's, which at most lets the head of the line wait

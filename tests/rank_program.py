@@ -37,8 +37,8 @@ from parallel.instances import ChunkedPoolsEngine, PoolsEngine, ReplicasEngine
 from parallel.ranks import STARTED, Ranks
 from parallel.stages import SentChunk
 from parallel.transfer import Link
+from runtime.lone_chunk import lone_chunk
 from sampling import SamplingParams
-from speedups.lone_chunk import lone_chunk
 from tests.helpers import check_integrity, completions_of
 from tests.rank_stages import (
     LONG_S,

@@ -25,7 +25,7 @@ from lab.measure.batch_times import (
     time_sequences,
 )
 from model import GPT, GPTConfig
-from speedups.runner import Runner
+from runtime.runner import Runner
 from tests.helpers import machine_info, tiny_model
 
 MACHINE = machine_info(flops_per_s=1e9, bytes_per_s=1e6)

@@ -22,7 +22,7 @@ from kv_cache import KVCache
 from model import GPT, GPTConfig
 from pretrained import checkpoints
 from pretrained.tokenizers import load_chat, load_tokenizer
-from speedups.lone_chunk import lone_chunk
+from runtime.lone_chunk import lone_chunk
 from tests.helpers import run
 from tests.test_checkpoints import LLAMA_3, llama_like
 from tests.test_tokenizers import sentencepiece_directory
@@ -291,7 +291,7 @@ def test_a_long_context_that_does_not_fit_is_refused_before_it_is_made(copy, mon
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 2**24}))
     monkeypatch.setattr("model.rope_table", lambda *_: pytest.fail("made a table"))
-    monkeypatch.setattr("hardware.memory._free_in_all", lambda device: 2**30)
+    monkeypatch.setattr("runtime.memory._free_in_all", lambda device: 2**30)
     assert "this model: takes 7.5 GB, 1.1 GB are free" in check(directory)
 
 

@@ -19,8 +19,8 @@ from model import GPT
 from pretrained import checkpoints
 from pretrained.geometry import GPTConfig
 from pretrained.rope import rope_table
+from runtime.lone_chunk import lone_chunk
 from sampling import SamplingParams
-from speedups.lone_chunk import lone_chunk
 from tests.helpers import run
 
 VOCAB = 97

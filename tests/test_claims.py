@@ -271,7 +271,7 @@ def test_each_claim_can_be_measured_at_each_size(claim):
             assert check.because[0].isupper() and check.because.endswith(".")
 
 
-def test_a_lab_measures_once_what_claims_share_and_says_for_each_whether_it_was_busy(monkeypatch):
+def test_a_lab_measures_once_what_claims_share_and_says_if_it_was_busy(monkeypatch):
     calls = []
 
     def measure(*args, context, batch, chunk, attention):

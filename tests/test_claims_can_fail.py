@@ -171,7 +171,7 @@ def test_ss_f9b_notices_a_chunk_that_costs_more_beside_more_decodes():
     assert grows == ["context 2,048 falls", "context 2,048 < 1.05 * context 512, at the end"]
 
 
-def test_b_3_notices_weights_that_are_read_for_each_row_and_rows_that_cost_nothing():
+def test_b_3_notices_weights_read_for_each_row_and_rows_that_cost_nothing():
     for_each = changed(products_ms=lambda _, sequence: 1.5 * count_tokens(sequence) - 10)
     assert failures("B-3") == []
     assert failures("B-3", time=for_each) == ["here < 4.9"]

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import attention
-import speedups.runner
+import runtime.runner
 from attention.decode_sizes import padded_sizes
 from engine import Engine
 from policies import POLICIES
+from runtime import cuda_graphs
+from runtime.cuda_graphs import Recording
+from runtime.lone_chunk import lone_chunk
+from runtime.runner import Runner
 from sampling import SamplingParams
-from speedups import cuda_graphs
-from speedups.cuda_graphs import Recording
-from speedups.lone_chunk import lone_chunk
-from speedups.runner import Runner
 from test_equivalence import close
 from tests.cuda.flash import flash_attention, pretend_flash
 from tests.helpers import poisoned_cache, tiny_model
@@ -50,7 +50,7 @@ def replays(monkeypatch):
 
     monkeypatch.setattr(cuda_graphs, "record", record)
     monkeypatch.setattr(cuda_graphs.DecodeGraphs, "has_failed", False)  # and again at the end
-    monkeypatch.setattr(speedups.runner, "KVCache", cuda_cache)
+    monkeypatch.setattr(runtime.runner, "KVCache", cuda_cache)
     monkeypatch.setitem(attention.DEVICES, "flash", "cpu")
     return sizes
 

@@ -12,9 +12,9 @@ from errors import QueueFull
 from model import GPT, FlatBatch
 from pretrained.tokenizers import Tokenizer, byte_tokenizer
 from request import Completion
+from runtime.lone_chunk import lone_chunk
+from runtime.runner import Runner
 from sampling import SamplingParams
-from speedups.lone_chunk import lone_chunk
-from speedups.runner import Runner
 from tests.helpers import alone, finish, poison, poisoned_cache, run, tiny_model
 
 MODEL = tiny_model(n_kv_head=2)
@@ -124,7 +124,7 @@ def test_text_in_text_out():
 
 def test_text_of_a_prompt_that_ends_within_a_character(monkeypatch):
     engine = make_engine(model=tiny_model(vocab_size=256), tokenizer=byte_tokenizer())
-    monkeypatch.setattr("speedups.runner.sample", lambda *_: (torch.tensor([0xA9]), None))
+    monkeypatch.setattr("runtime.runner.sample", lambda *_: (torch.tensor([0xA9]), None))
     assert engine.generate([[0xC3]], SamplingParams(1))[0].text == "é"
     assert engine.generate([[0x61]], SamplingParams(1))[0].text == "\ufffd"
 

@@ -26,10 +26,10 @@ from cli import console, options
 from cli.loading import load_model, resolve_model
 from engine import Engine
 from examples import server_overhead
-from hardware.memory import check_memory, free_bytes
 from lab.pictures.style import finish, new_figure
 from page.site import write_packed
 from policies import find_policy, make_scheduler
+from runtime.memory import check_memory, free_bytes
 from tests.test_bench import HERE, TINY_MODEL, parse_model
 
 SERVE = "serve --simulate a100-80gb --preset yi-34b --tp 2 --requests 8 --policies vllm"
@@ -274,7 +274,7 @@ def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
         with pytest.raises(ValueError, match=message):
             load_model(parse_model(TINY_MODEL), length, positions_from="--seq-len")
     container = {"memory.max": "1000000", "memory.stat": "anon 400000\nfile 300000"}
-    monkeypatch.setattr("hardware.memory.Path.read_text", lambda path: container[path.name])
+    monkeypatch.setattr("runtime.memory.Path.read_text", lambda path: container[path.name])
     assert free_bytes(cpu) == 600000
     with pytest.raises(ValueError, match="llama-7b and .*with-prompt 101: takes 13.5 GB, 0.0 GB"):
         argv = ["--preset", "llama-7b", "--device", "cpu", "--dtype", "bfloat16", "--prompt", "x"]

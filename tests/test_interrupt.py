@@ -24,7 +24,7 @@ HERE = Path(__file__).parents[1]
 PROGRAMS = ("bench", "sample", "conftest", "test_equivalence")
 FILES = {
     str(path)
-    for glob in ("*.py", "policies/*.py", "attention/*.py")
+    for glob in ("*.py", "policies/*.py", "attention/*.py", "runtime/journal.py")
     for path in HERE.glob(glob)
     if path.stem not in PROGRAMS
 }

@@ -11,9 +11,9 @@ import torch.nn as nn
 from lab.measure import machine_info
 from lab.measure import timing as measure
 from model import FlatBatch, GPTConfig
-from speedups.lone_chunk import lone_chunk
-from speedups.packed_linear import OneDNNLinear
-from speedups.runner import Runner
+from runtime.lone_chunk import lone_chunk
+from runtime.packed_linear import OneDNNLinear
+from runtime.runner import Runner
 from tests.helpers import tiny_model
 
 CPU = torch.device("cpu")

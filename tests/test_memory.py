@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from engine import Engine
-from hardware.memory import pages_that_fit, small_page_size
 from kv_cache import KVCache, kv_bytes_per_token
 from model import GPT, GPTConfig
-from speedups.runner import Runner
+from runtime.memory import pages_that_fit, small_page_size
+from runtime.runner import Runner
 from tests.helpers import tiny_model
 
 MODEL = tiny_model(n_kv_head=2)
@@ -18,7 +18,7 @@ def let_be_free(monkeypatch):
     """Sets the memory that is free."""
 
     def let(free):
-        monkeypatch.setattr("hardware.memory.free_bytes", lambda device: free)
+        monkeypatch.setattr("runtime.memory.free_bytes", lambda device: free)
 
     return let
 
@@ -88,7 +88,7 @@ def test_sarathi_is_aligned_to_the_tile_on_cuda_only(monkeypatch):
     assert budget() == 300
     monkeypatch.setattr(GPT, "device", torch.device("cuda"))
     monkeypatch.setattr("engine.Runner", lambda *_: None)
-    monkeypatch.setattr("hardware.memory.check_memory", lambda *_: None)
+    monkeypatch.setattr("runtime.memory.check_memory", lambda *_: None)
     assert [budget(), budget(tile=64), budget(tile=100)] == [256, 256, 300]
 
 

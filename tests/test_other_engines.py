@@ -156,7 +156,7 @@ def test_the_command_prints_machine_and_table_and_writes_both(fake, tmp_path, mo
         assert all(torch.equal(saved[name], p) for name, p in model.state_dict().items())
         return {"ours, vllm": result}
 
-    plain = "speedups.packed_linear.fastest_layer"  # weights that can be compared
+    plain = "runtime.packed_linear.fastest_layer"  # weights that can be compared
     monkeypatch.setattr(plain, lambda dtype, threads: torch.nn.Linear)
     monkeypatch.setattr(compare, "compare_engines", fake_compare)
     monkeypatch.setattr(compare, "measure_machine", lambda *_: machine)

@@ -8,10 +8,9 @@ import torch.nn as nn
 
 from engine import Engine
 from model import GPT
-from sampling import SamplingParams
-from speedups import packed_linear
-from speedups.lone_chunk import lone_chunk
-from speedups.packed_linear import (
+from runtime import packed_linear
+from runtime.lone_chunk import lone_chunk
+from runtime.packed_linear import (
     MKLLinear,
     OneDNNLinear,
     PackedLinear,
@@ -21,6 +20,7 @@ from speedups.packed_linear import (
     pack_as,
     packings_of,
 )
+from sampling import SamplingParams
 from tests.helpers import alone, poisoned_cache, run, tiny_model
 
 PROMPT = [(7 * i) % 50 for i in range(40)]

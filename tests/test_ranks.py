@@ -20,10 +20,10 @@ import transformers
 
 import sample
 from config import EngineConfig
-from hardware.torchrun import Place
 from parallel import meeting, watch
 from parallel.ranks import Ranks
 from parallel.stages import Stage
+from runtime.torchrun import Place
 from tests import forked
 from tests.forked import ENVIRON, ROOT
 from tests.helpers import tiny_model

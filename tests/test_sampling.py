@@ -6,8 +6,8 @@ from itertools import accumulate
 import pytest
 import torch
 
+from runtime import drawing
 from sampling import SamplingParams, sample
-from speedups import drawing
 
 
 def first_above(uniform, probs):

@@ -21,8 +21,8 @@ from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import DEVICES, GEOMETRIES
 from lab.simulator.simulation import STEADY_POLICIES, Simulation, bubble_kinds, simulate
 from policies import POLICIES
+from runtime.runner import Runner
 from scheduler import SarathiServe
-from speedups.runner import Runner
 from tests.helpers import GROWING, check_integrity, tiny_model
 
 MODEL = tiny_model()

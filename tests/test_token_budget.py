@@ -10,8 +10,8 @@ import pytest
 from engine import Engine
 from lab.measure import token_budget as slo
 from lab.measure.token_budget import Profiled, auto_budget, choose_budget, hybrid_spans
+from runtime.runner import Runner
 from sampling import SamplingParams
-from speedups.runner import Runner
 from tests.helpers import alone, poisoned_cache, tiny_model
 
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from hardware.memory import check_memory, check_model_fits, free_bytes
-from hardware.torchrun import Place, find_meeting, find_place
+from runtime.memory import check_memory, check_model_fits, free_bytes
+from runtime.torchrun import Place, find_meeting, find_place
 from tests.forked import ENVIRON, ROOT
 from tests.helpers import tiny_model
 
@@ -102,7 +102,7 @@ def test_a_meeting_of_no_sense_is_one_line(monkeypatch, environ, message):
 
 
 def test_processes_of_a_node_share_its_memory(monkeypatch):
-    monkeypatch.setattr("hardware.memory._free_in_container", lambda: 1200)
+    monkeypatch.setattr("runtime.memory._free_in_container", lambda: 1200)
     device = torch.device("cpu")
     assert free_bytes(device) == 1200
     set_all(monkeypatch, "LOCAL_WORLD_SIZE=3 WORLD_SIZE=6 RANK=4")
@@ -114,12 +114,12 @@ def test_processes_of_a_node_share_its_memory(monkeypatch):
 def test_a_rank_may_load_into_what_others_have_left(monkeypatch):
     model = tiny_model()
     needed = sum(weights.nbytes for weights in model.parameters()) + 100_000  # with RoPE's table
-    monkeypatch.setattr("hardware.memory._free_in_container", lambda: needed)
+    monkeypatch.setattr("runtime.memory._free_in_container", lambda: needed)
     set_all(monkeypatch, "LOCAL_WORLD_SIZE=3 WORLD_SIZE=3 RANK=2")
     check_model_fits("this part", model, model.device)
     with pytest.raises(ValueError, match="all parts: takes"):
         check_memory("all parts", needed // 2, model.device)
-    monkeypatch.setattr("hardware.memory._free_in_container", lambda: needed // 2)
+    monkeypatch.setattr("runtime.memory._free_in_container", lambda: needed // 2)
     with pytest.raises(ValueError, match="this part: takes"):
         check_model_fits("this part", model, model.device)
 

@@ -33,7 +33,6 @@ from tqdm import tqdm
 
 from cli.loading import ModelOptions
 from config import EngineConfig
-from hardware.memory import small_page_size
 from lab.claims.checks import Condition
 from lab.measure import timing, workload
 from lab.measure.batch_times import (
@@ -65,6 +64,7 @@ from lab.measure.workload import Arrival
 from lab.simulator.machine import FittedMachine
 from model import GPT
 from parallel import runner_for
+from runtime.memory import small_page_size
 
 Size = Literal["gpu", "cpu", "quick"]  # each claim has up to three lists of sizes
 Sized = TypeVar("Sized")

@@ -52,7 +52,7 @@ from lab.measure.machine_info import RealMachineInfo, measure_machine
 from lab.measure.token_budget import Case, Profiled
 from model import GPT
 from parallel import runner_for
-from speedups.runner import Runner
+from runtime.runner import Runner
 
 NUMBER = r"([1-9]\d{0,6})"
 CHUNKS = re.compile(

@@ -30,7 +30,6 @@ from cli.options import (
     wrote_page,
 )
 from config import EngineConfig
-from files import new_file
 from lab.explore.bundle import PYODIDE, PYODIDE_FILES, bundle, editor
 from lab.explore.runs import CHUNKS, MAX_BATCH, MAX_LEN, MODEL, PAGE_SIZE, Load, record_run
 from lab.measure import workload
@@ -46,6 +45,7 @@ from page.html import Costs, Editor, RowCosts, packed_inline, page
 from page.records import Recorder
 from page.site import write_packed, write_runs
 from policies.pools import Pools
+from runtime.files import new_file
 
 TRACE = Path(__file__).parents[1] / "claims" / "a_to_d.csv"  # A and B, then C and D
 CPU_RESULT = Path(__file__).parents[2] / "results/epyc-2-threads/chunk-256.json"

@@ -22,7 +22,6 @@ from cli.options import (
     policies_option,
     whole,
 )
-from hardware.memory import small_page_size
 from lab.measure.capacity import ROUNDS
 from lab.measure.token_budget import MULTIPLES
 from lab.measure.workload import LENGTHS, TRACE_COLUMNS
@@ -31,6 +30,7 @@ from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS
 from policies.pools import Pools
 from policies.priority import PRIORITIES
 from pretrained.presets import PRESETS
+from runtime.memory import small_page_size
 
 DEFAULT_LENGTHS = "sharegpt4"
 DEFAULT_POLICIES = "vllm,orca,sarathi-serve,dynamic"

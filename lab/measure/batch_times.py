@@ -23,9 +23,9 @@ from model import GPT, FlatBatch, GPTConfig
 from parallel import runner_for
 from parallel.shard import Shard
 from request import Chunk
-from speedups.lone_chunk import lone_chunk
-from speedups.packed_linear import pack
-from speedups.runner import Runner
+from runtime.lone_chunk import lone_chunk
+from runtime.packed_linear import pack
+from runtime.runner import Runner
 
 PRODUCTS = (*timing.LINEAR, "head")
 PARTS = ("attention", *PRODUCTS)

@@ -17,9 +17,9 @@ from lab.measure.offline_load import PolicyRun
 from model import GPT, FlatBatch
 from policies.observers import Iteration
 from request import Chunk
+from runtime.lone_chunk import lone_chunk
+from runtime.runner import Runner
 from sampling import SamplingParams
-from speedups.lone_chunk import lone_chunk
-from speedups.runner import Runner
 
 COMPARED = ("request-level", "sarathi")
 CHUNK_REPEATS = 8  # the products of a full chunk are timed together, as one is too short

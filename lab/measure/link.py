@@ -10,7 +10,7 @@ from kv_cache import kv_bytes_per_token
 from parallel.shard import Shard
 from parallel.stages import ParallelRunner, SentChunk
 from parallel.transfer import Link
-from speedups.lone_chunk import lone_chunk
+from runtime.lone_chunk import lone_chunk
 
 REPEATS = 5
 

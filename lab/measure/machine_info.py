@@ -14,7 +14,7 @@ import torch
 from lab.measure import timing
 from model import GPT
 from parallel.shard import Shard
-from speedups.packed_linear import count_parameters
+from runtime.packed_linear import count_parameters
 
 
 @dataclass(frozen=True, kw_only=True)

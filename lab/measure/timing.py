@@ -24,9 +24,9 @@ from tqdm import tqdm
 from kv_cache import kv_bytes_per_token
 from model import GPT, FlatBatch, GPTConfig
 from request import Chunk
-from speedups.packed_linear import steady_rates
-from speedups.pieces import ROWS_PER_PIECE
-from speedups.runner import Runner
+from runtime.packed_linear import steady_rates
+from runtime.pieces import ROWS_PER_PIECE
+from runtime.runner import Runner
 
 Name = TypeVar("Name")
 Result = TypeVar("Result")

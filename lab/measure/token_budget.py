@@ -17,8 +17,8 @@ from kv_cache import KVCache
 from policies import find_policy, policy_options
 from policies.iteration_time import BatchShape
 from request import Chunk
-from speedups.lone_chunk import lone_chunk
-from speedups.runner import Runner
+from runtime.lone_chunk import lone_chunk
+from runtime.runner import Runner
 
 BASE_BATCH = 32  # decodes, at base_context, in the decode iteration that SLOs are multiples of
 SLOS = {"strict": 5, "relaxed": 25}  # §5.1: of TBT, as multiples of the time of a decode iteration
@@ -47,7 +47,7 @@ class Profiled(NamedTuple):
 
 
 class TimedRunner(Protocol):
-    """A model with a cache that can compute chunks, such as speedups.runner.Runner."""
+    """A model with a cache that can compute chunks, such as runtime.runner.Runner."""
 
     cache: KVCache
 

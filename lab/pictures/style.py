@@ -13,8 +13,8 @@ from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from files import new_file
 from policies.cards import CARDS
+from runtime.files import new_file
 
 WIDTH = 8.5  # inches. A README shows them as 830 pixels, so that a letter of 9 pt is 12 high.
 rcParams.update(

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from files import new_file
+from runtime.files import new_file
 
 WIDTH = 440  # of a terminal, in pixels, as all lengths here
 GAP = 12  # between terminals

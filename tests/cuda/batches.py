@@ -13,7 +13,7 @@ from attention import BACKENDS, DEVICES
 from kv_cache import KVCache, slot_mapping
 from model import GPTConfig
 from request import Chunk
-from speedups.lone_chunk import lone_chunk
+from runtime.lone_chunk import lone_chunk
 from tests.helpers import poisoned_cache
 
 CUDA_BACKENDS = [name for name in BACKENDS if DEVICES.get(name) == "cuda"]

@@ -20,7 +20,7 @@ from attention import BACKENDS
 from kv_cache import KVCache
 from model import GPT, FlatBatch, GPTConfig
 from request import Chunk
-from speedups.lone_chunk import lone_chunk
+from runtime.lone_chunk import lone_chunk
 from tests.cuda.batches import CUDA_BACKENDS, capability, new_cache, reads_pages
 
 MAX_LEN = 512

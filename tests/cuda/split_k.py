@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from attention import BACKENDS
-from speedups.lone_chunk import lone_chunk
+from runtime.lone_chunk import lone_chunk
 from tests.cuda.batches import (
     capability,
     config_of,

@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounter
 
 from attention import SDPA
 from model import FlatBatch
-from speedups.lone_chunk import lone_chunk
+from runtime.lone_chunk import lone_chunk
 from tests.cuda.inductor import launches_of_a_layer
 from tests.cuda.split_k import Worker
 from tests.helpers import poisoned_cache, tiny_model

@@ -9,8 +9,8 @@ from engine import Engine
 from lab.measure import timing
 from model import GPT, GPTConfig
 from policies import POLICIES
+from runtime.runner import Runner
 from sampling import SamplingParams
-from speedups.runner import Runner
 from tests.cuda.batches import CUDA_BACKENDS, reads_pages
 
 pytestmark = [

@@ -5,8 +5,8 @@ import torch
 
 from attention.decode_sizes import padded_sizes
 from model import GPT, GPTConfig
-from speedups.lone_chunk import lone_chunk
-from speedups.runner import Runner
+from runtime.lone_chunk import lone_chunk
+from runtime.runner import Runner
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.filterwarnings("error:.*without CUDA graphs")]
 

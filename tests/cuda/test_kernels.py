@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from model import GPT, FlatBatch, GPTConfig
-from speedups.lone_chunk import lone_chunk
-from speedups.runner import Runner
+from runtime.lone_chunk import lone_chunk
+from runtime.runner import Runner
 from tests.cuda import cpu_time
 from tests.cuda.batches import CUDA_BACKENDS, reads_pages
 

@@ -34,7 +34,7 @@ from attention.xformers import XFormers
 from kv_cache import KVCache
 from model import GPT, FlatBatch
 from request import Chunk
-from speedups.lone_chunk import lone_chunk
+from runtime.lone_chunk import lone_chunk
 
 
 class Recording(NamedTuple):

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from attention import check_backend, make_attention
-from hardware.memory import check_memory
 from kv_cache import KVCache, kv_bytes_per_token
 from model import GPT, FlatBatch
 from request import Chunk
+from runtime.cuda_graphs import DecodeGraphs, compile_decodes
+from runtime.memory import check_memory
+from runtime.packed_linear import pack
 from sampling import SamplingParams, sample
-from speedups.cuda_graphs import DecodeGraphs, compile_decodes
-from speedups.packed_linear import pack
 
 Sampled = tuple[int, float | None]  # a token; its logprob, if a request in the batch wants it
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from errors import check_type, refusing, shorten
-from hardware.torchrun import find_place
 from kv_cache import kv_bytes_per_token
+from runtime.torchrun import find_place
 
 if TYPE_CHECKING:
     import torch  # a simulation runs without

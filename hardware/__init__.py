@@ -1,1 +1,0 @@
-"""What this machine has for a model: how much memory, and how many processes share it."""

@@ -1,1 +1,0 @@
-"""What makes an engine faster on this device. Results change by rounding at most."""
