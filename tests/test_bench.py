@@ -177,7 +177,6 @@ REFUSED += [
     ("--json .", "--json .: cannot be written: Is a directory"),
     ("--dtype int8", "--dtype invalid choice: 'int8'"),
     ("sevre", "invalid choice: 'sevre'"),
-    ("simulate --plot x.png --only slo", "--plot: --only leaves out all that is drawn"),
     ("pipeline", "--pp 1: a pipeline has two stages or more"),
     ("capacity --qps 1", "unrecognized arguments: --qps 1"),
     ("serve --slo hard", "--slo hard: must be a finite number above 0"),

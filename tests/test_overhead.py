@@ -13,6 +13,12 @@ from lab.measure import schedule_cost
 from policies import ALL_POLICIES, make_scheduler
 
 
+@pytest.fixture(autouse=True)
+def no_arguments(monkeypatch):
+    """The examples read the command line, which is pytest's here."""
+    monkeypatch.setattr("sys.argv", ["example"])
+
+
 @pytest.fixture
 def known_us(monkeypatch):
     """The times that schedule_us is to find, {policy: us}; it checks what is timed."""

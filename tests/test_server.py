@@ -287,7 +287,7 @@ def test_usage_counts_cached_tokens_but_not_those_of_a_preempted_self(stream):
     chat_request = ChatRequest(model="tiny", messages=[{}], stream=stream)
     for preemptions, cached_tokens in ((0, 32), (1, 0)):
         request = SimpleNamespace(prompt_len=60, cached_tokens=32, preemptions=preemptions)
-        usage = CompletionResponse(served.api, chat_request, [request], None).usage()
+        usage = CompletionResponse(None, None, "tiny", chat_request, [request], None).usage()
         assert usage["prompt_tokens_details"] == {"cached_tokens": cached_tokens}
 
 

@@ -440,10 +440,9 @@ def test_a_response_that_is_complete_is_not_cut_off(stream):
         for finish_reason in (None, "length"):
             events.put_nowait(Event(0, 1, None, finish_reason, None))
         thread = SimpleNamespace(executor=SimpleNamespace(submit=lambda *_: None), end=None)
-        api = SimpleNamespace(tokenizer=letters, name="tiny", thread=thread)
         request = SimpleNamespace(id=0, tokens=[0], prompt_len=1, cached_tokens=0, preemptions=0)
         body = CompletionRequest(prompt="a", stream=stream)
-        response = CompletionResponse(api, body, [request], events)
+        response = CompletionResponse(thread, letters, "tiny", body, [request], events)
         messages = []
 
         async def send(message):

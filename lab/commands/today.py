@@ -15,6 +15,8 @@ from cli.options import OptionParser, from_args, nonempty_text, option, write_te
 from lab.claims.today import PAGES, Page
 from lab.commands.simulate import check_names, results_of, split_names
 from lab.pictures.bars import plot_bars
+from policies import POLICIES
+from policies.cards import CARDS
 
 INTRODUCTION = """\
 # What engines decide today
@@ -56,6 +58,13 @@ def resolve(parser: OptionParser, args: Namespace) -> TodayOptions:
     return from_args(TodayOptions, args)
 
 
+def papers_policies() -> str:
+    """A table of the papers' policies and what follows them, in Markdown."""
+    rows = [f"| `{name}` | {CARDS[name].note} |" for name in POLICIES]
+    head = ["## The papers' policies", "", "| policy | one iteration |", "|---|---|"]
+    return "\n".join([*head, *rows]) + "\n"
+
+
 def make_page(name: str) -> Page:
     """The page of that name."""
     return PAGES[name]()
@@ -78,5 +87,5 @@ def main(options: TodayOptions) -> None:
                 sections.append(f"![{page.question}]({file.name})\n")
     if options.write:
         readme = Path(options.write) / "README.md"
-        write_text(readme, "\n".join([INTRODUCTION, *sections]))
+        write_text(readme, "\n".join([INTRODUCTION, papers_policies(), *sections]))
         wrote(readme)
