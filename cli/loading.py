@@ -182,7 +182,7 @@ def resolve_model(
     The default preset is `gpu_preset` on a GPU with more than `gpu_bytes` of memory, else
     SMALL_PRESET. The default dtype on a CPU is the faster of two, which takes a third of a second
     to measure. Raises ValueError for what this machine cannot do."""
-    from lab.measure.timing import fastest_cpu_dtype, fastest_gpu_dtype
+    from runtime.dtypes import fastest_cpu_dtype, fastest_gpu_dtype
 
     device = find_device(options.device)
     _check_processes(options)

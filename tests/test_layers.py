@@ -44,7 +44,7 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "lab.measure": f"{ENGINE} parallel",
     "lab.simulator": f"{ENGINE} parallel lab.measure",
     "page": "request scheduler policies runtime.files",
-    "cli": f"{ENGINE} parallel lab.measure",
+    "cli": f"{ENGINE} parallel",
     "lab.pictures": "request policies lab.measure runtime.files cli",
     "lab.claims": f"{LIBRARIES} cli lab.pictures",
     "server": f"{LIBRARIES} cli",

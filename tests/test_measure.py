@@ -11,6 +11,7 @@ import torch.nn as nn
 from lab.measure import machine_info
 from lab.measure import timing as measure
 from model import FlatBatch, GPTConfig
+from runtime import dtypes
 from runtime.lone_chunk import lone_chunk
 from runtime.packed_linear import OneDNNLinear
 from runtime.runner import Runner
@@ -254,13 +255,13 @@ def test_the_rate_of_a_type_is_that_of_its_fastest_kind_of_layer(monkeypatch):
         torch.bfloat16: {nn.Linear: 1.0, OneDNNLinear: 4.0},
         torch.float32: {nn.Linear: 2.0, OneDNNLinear: 1.0},
     }
-    monkeypatch.setattr(measure, "steady_rates", lambda dtypes: {t: rates[t] for t in dtypes})
-    measure.cpu_rates.cache_clear()
+    monkeypatch.setattr(dtypes, "steady_rates", lambda dtypes: {t: rates[t] for t in dtypes})
+    dtypes.cpu_rates.cache_clear()
     try:
-        assert measure.cpu_rates(threads=1) == {torch.bfloat16: 4.0, torch.float32: 2.0}
-        assert measure.fastest_cpu_dtype() == torch.bfloat16
+        assert dtypes.cpu_rates(threads=1) == {torch.bfloat16: 4.0, torch.float32: 2.0}
+        assert dtypes.fastest_cpu_dtype() == torch.bfloat16
     finally:
-        measure.cpu_rates.cache_clear()
+        dtypes.cpu_rates.cache_clear()
 
 
 class PretendedGPU:

@@ -14,6 +14,7 @@ import torch
 from lab.measure import timing
 from model import GPT
 from parallel.shard import Shard
+from runtime import dtypes
 from runtime.packed_linear import count_parameters
 
 
@@ -90,7 +91,7 @@ def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
     whole = model.whole_model() if parallel else model
     cpu_flops_per_s = None
     if device.type == "cpu":
-        rates = timing.cpu_rates(torch.get_num_threads())
+        rates = dtypes.cpu_rates(torch.get_num_threads())
         cpu_flops_per_s = {str(t).removeprefix("torch."): rate for t, rate in rates.items()}
     return RealMachineInfo(
         device=timing.device_name(device),

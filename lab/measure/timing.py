@@ -24,7 +24,7 @@ from tqdm import tqdm
 from kv_cache import kv_bytes_per_token
 from model import GPT, FlatBatch, GPTConfig
 from request import Chunk
-from runtime.packed_linear import steady_rates
+from runtime.dtypes import fastest_cpu_dtype, fastest_gpu_dtype
 from runtime.pieces import ROWS_PER_PIECE
 from runtime.runner import Runner
 
@@ -228,28 +228,6 @@ def steadily(
 def mark(name: str, busy: bool) -> str:
     """The name of a row in a table, marked if the machine was too busy for it to be believed."""
     return f"{name} (busy)" if busy else name
-
-
-@cache
-def cpu_rates(threads: int) -> dict[torch.dtype, float]:
-    """Flops per second of a chunk's product on this CPU, with the fastest kind of layer, by type.
-
-    Takes a third of a second. `threads` is torch's number of threads."""
-    rates = steady_rates((torch.bfloat16, torch.float32))
-    return {dtype: max(rate_of.values()) for dtype, rate_of in rates.items()}
-
-
-def fastest_cpu_dtype() -> torch.dtype:
-    """bfloat16 if this CPU multiplies it faster than float32, else float32. See cpu_rates."""
-    rates = cpu_rates(torch.get_num_threads())
-    return max(rates, key=lambda dtype: rates[dtype])
-
-
-def fastest_gpu_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 if the tensor cores of this GPU multiply it, as from Ampere on, else float16.
-
-    Before (V100, T4) bfloat16 is emulated in float32."""
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 
 
 def linear_layers(model: GPT, names: Sequence[str] = LINEAR) -> list[nn.Linear]:
