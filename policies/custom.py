@@ -7,6 +7,7 @@ import runpy
 import signal
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -168,6 +169,10 @@ class Guard(Scheduler):
                 check_batch(self.batch, file)  # which may be why
                 raise
             check_batch(batch, file)
+            twice = [id for id, n in Counter(c.request.id for c in batch).items() if n > 1]
+            if twice:
+                problem = f"a batch holds one chunk of a request, not several of request {twice[0]}"
+                raise PolicyError(problem, file)
             return batch
 
     def observe(self, batch: Batch, seconds: float) -> None:

@@ -250,6 +250,12 @@ def test_whatever_a_policy_does_wrong_is_one_line(
     assert line.startswith("error: ") and message in line and "\n" not in line
 
 
+def test_a_request_that_is_in_a_batch_twice_is_named(tmp_path):
+    policy = write_policy(tmp_path, f"{BATCH}batch.append(batch[0]){RETURN}")
+    with pytest.raises(PolicyError, match="one chunk of a request, not several of request 0"):
+        complaint_of_engine(policy)
+
+
 def test_a_policy_that_cannot_give_a_request_up_is_one_line(tmp_path):
     policy = write_policy(tmp_path, "finish(self, request, reason): raise SystemExit(0)")
     engine = Engine(MODEL, policy=policy, **HERE)

@@ -226,7 +226,7 @@ def test_a_rank_that_is_stuck_ends_all(slow_worlds, name):
 
 def test_who_waits_for_others_in_vain_says_so(slow_worlds):
     first, last = (slow_worlds[name] for name in ALONE)
-    check_error(first.errors, "the ranks do not meet at 127.0.0.1:", "1/2 clients joined")
+    check_error(first.errors, "the ranks do not meet at 127.0.0.1:")  # torch's reason follows
     check_error(last.errors, "nobody listens at 127.0.0.1:", " in 4 s: ")
     assert {*first.statuses.values(), *last.statuses.values()} == {1}
 
