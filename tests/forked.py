@@ -12,14 +12,17 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-ENVIRON = os.environ | {"OMP_NUM_THREADS": "1"}
+# Of the fork server, too: what is forked from a process with threads of OpenMP waits for them.
+os.environ["OMP_NUM_THREADS"] = "1"
+ENVIRON = dict(os.environ)
+RUN_LIMIT_S = 300  # a program that hangs is a failure
 WORLD_LIMIT_S = 60  # a world that hangs is a failure
 forks = multiprocessing.get_context("forkserver")
 PACKAGES = ["torch._dynamo", "tokenizers", "tiktoken", "pydantic", "uvicorn"]
@@ -70,9 +73,19 @@ def run(*words, **options):
     """How a program ended."""
     with Program(*words, **options) as program:
         files = program.stdout, program.stderr
-        with ThreadPoolExecutor() as threads:
-            output, errors = threads.map(lambda file: file.read(), files)
+        with ThreadPoolExecutor() as threads, killing_late(program):
+            output, errors = threads.map(lambda file: file.read(), files, timeout=RUN_LIMIT_S)
         return CompletedProcess(words, program.wait(), output, errors)
+
+
+@contextmanager
+def killing_late(program):
+    """Kill a program that has not ended in time: or its pipes stay open."""
+    try:
+        yield
+    except TimeoutError:
+        program.kill()
+        raise
 
 
 def become(words, cwd, environ, streams):
