@@ -131,6 +131,10 @@ class Engine:
             request_id = self._next_id
         else:
             request_id = check_whole("request_id", request_id, minimum=0)
+            computed = self._computed.batch if self._computed else []  # some of these have ended
+            is_in_batch = any(chunk.request.id == request_id for chunk in computed)
+            if is_in_batch or request_id in self.scheduler.requests:
+                raise ValueError(f"request_id={request_id}: is the id of another request")
         arrival = self.clock() if arrival is None else arrival
         request = Request(
             id=request_id,
@@ -142,9 +146,6 @@ class Engine:
             params=params,
             service=make_service(**service),
         )
-        computed = self._computed.batch if self._computed else []  # some of these have ended
-        if request.id in {*self.scheduler.requests, *(chunk.request.id for chunk in computed)}:
-            raise ValueError(f"request_id={request.id}: is the id of another request")
         self.scheduler.journal.mend()
         self.config.check_queue(len(self.scheduler.waiting))
         self._next_id = max(self._next_id, request.id + 1)

@@ -169,10 +169,10 @@ class Guard(Scheduler):
                 check_batch(self.batch, file)  # which may be why
                 raise
             check_batch(batch, file)
-            twice = [id for id, n in Counter(c.request.id for c in batch).items() if n > 1]
-            if twice:
-                problem = f"a batch holds one chunk of a request, not several of request {twice[0]}"
-                raise PolicyError(problem, file)
+            for request, chunks in Counter(chunk.request for chunk in batch).items():
+                if chunks > 1:
+                    problem = "a batch holds one chunk of a request, not several of request"
+                    raise PolicyError(f"{problem} {request.id}", file)
             return batch
 
     def observe(self, batch: Batch, seconds: float) -> None:

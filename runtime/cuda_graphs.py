@@ -141,7 +141,7 @@ class DecodeGraphs:
 
 
 class DecodeRunner(Protocol):
-    """What can compute chunks, such as an runner.Runner."""
+    """What can compute chunks, such as a runner.Runner."""
 
     cache: KVCache
     attention: AttentionBackend
