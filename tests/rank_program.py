@@ -64,6 +64,14 @@ PARAMS = [
     SamplingParams(16, logprobs=True),
     SamplingParams(1),
 ]
+ENGINE = dict(
+    policy="sarathi-serve",
+    chunk=6,
+    max_batch=3,
+    max_len=32,
+    page_size=16,
+    pages=6,
+)
 # of these requests, when they come one after another
 STOPPED = 0
 ABORTED = 3

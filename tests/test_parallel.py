@@ -20,19 +20,11 @@ from pretrained import checkpoints
 from pretrained.geometry import GPTConfig
 from tests import rank_program
 from tests.helpers import GROWING, tiny_model, with_slow
-from tests.rank_program import ABORTED, STOPPED
+from tests.rank_program import ABORTED, ENGINE, STOPPED
 from tests.test_checkpoints import gpt2, llama_like
 
 WORLDS = [(2, 1), (1, 2), (4, 1), (1, 4), (2, 2)]
-BIG = dict(
-    policy="sarathi-serve",
-    chunk=6,
-    max_batch=3,
-    max_len=32,
-    page_size=16,
-    pages=6,
-)
-FEW = BIG | dict(page_size=4, pages=8)  # of each micro-batch: too few for three requests
+FEW = ENGINE | dict(page_size=4, pages=8)  # of each micro-batch: too few for three requests
 
 
 @cache
@@ -88,8 +80,8 @@ def test_ranks_give_what_one_process_gives_under_all_policies(worlds, tp, pp):
 @pytest.mark.slow
 @pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2), (2, 2)])
 def test_pages_of_any_size_may_be_shared_and_an_engine_serves_twice(worlds, tp, pp):
-    found_again = BIG | dict(prefix_caching=True)
-    of_max_len = BIG | dict(policy="vllm", page_size=32, pages=3)
+    found_again = ENGINE | dict(prefix_caching=True)
+    of_max_len = ENGINE | dict(policy="vllm", page_size=32, pages=3)
     job = dict(tiny=dict(n_kv_head=2, n_layer=pp), at_once=2, warm_up=pp == 2)
     got = check(worlds, tp, pp, [found_again, of_max_len], **job)
     assert [bool(answers["cached"]) for answers in got] == [True, False]
@@ -124,13 +116,13 @@ WORLDS_OF_MODELS += [(4, 1, "llama multi-query"), (4, 1, "llama tied")]  # fewer
 @pytest.mark.parametrize("tp, pp, name", WORLDS_OF_MODELS)
 def test_all_families_and_heads(worlds, tp, pp, name):
     ((kind, sizes),) = MODELS[name].items()
-    check(worlds, tp, pp, [BIG], **{kind: sizes | dict(n_layer=max(2, pp))})
+    check(worlds, tp, pp, [ENGINE], **{kind: sizes | dict(n_layer=max(2, pp))})
 
 
 @pytest.mark.filterwarnings("ignore:chunk is")  # if the machine is busy
 def test_a_budget_found_at_start_up_changes_no_text(worlds):
     options = dict(policy="dynamic", chunk="auto", policy_options=dict(tbt_slo=10))
-    auto = BIG | options | dict(page_size=4, pages=24)
+    auto = ENGINE | options | dict(page_size=4, pages=24)
     check(worlds, 1, 2, [auto], tiny=dict(n_layer=2))
 
 
@@ -163,7 +155,7 @@ def save(kind, directory, n_layer=None):
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_a_checkpoint_is_loaded_in_parts(worlds, tmp_path, kind):
     save(kind, tmp_path, n_layer=4)
-    check(worlds, 2, 2, [BIG], checkpoint=str(tmp_path))
+    check(worlds, 2, 2, [ENGINE], checkpoint=str(tmp_path))
 
 
 def shards_of(whole, tp, pp, **options):

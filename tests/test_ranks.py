@@ -27,18 +27,11 @@ from runtime.torchrun import Place
 from tests import forked
 from tests.forked import ENVIRON, ROOT
 from tests.helpers import tiny_model
+from tests.rank_program import ENGINE
 from tests.test_checkpoints import llama_like
 
 LIMIT_S = 15
 WORLDS = [dict(tp=2, pp=1), dict(tp=1, pp=2), dict(tp=2, pp=2)]
-ENGINE = dict(
-    policy="sarathi-serve",
-    chunk=6,
-    max_batch=3,
-    max_len=32,
-    page_size=16,
-    pages=6,
-)
 JOB = dict(
     program="serve",
     engine=ENGINE,
