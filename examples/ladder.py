@@ -58,15 +58,15 @@ class PagedSarathi(Sarathi):
 
 
 LADDER = {
-    "one request at a time": Rung("request-level", is_batched=False, is_paged=False),
-    "request-level batches": Rung("request-level", is_paged=False),
-    "iteration-level batches (Orca)": Rung("orca", is_paged=False),
+    "one at a time": Rung("request-level", is_batched=False, is_paged=False),
+    "request-level": Rung("request-level", is_paged=False),
+    "iteration-level (Orca)": Rung("orca", is_paged=False),
     "paged memory": Rung(f"{__file__}:PagedOrca"),
-    "prefills first (vLLM, 2023)": Rung("vllm"),
-    "chunks apart from decodes": Rung("chunked-only"),
-    "decode-maximal batches (SARATHI)": Rung(f"{__file__}:PagedSarathi"),
+    "prefills first (vLLM)": Rung("vllm"),
+    "chunks apart": Rung("chunked-only"),
+    "decode-maximal (SARATHI)": Rung(f"{__file__}:PagedSarathi"),
     "stall-free (Sarathi-Serve)": Rung("sarathi-serve"),
-    "a budget that follows the SLO": Rung("dynamic"),
+    "a budget by SLO": Rung("dynamic"),
 }
 LESS_IS_BETTER = ("TTFT P50", "TTFT P99", "TBT P99", "longest stall")
 HEADS = {
@@ -137,9 +137,15 @@ def changes(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[st
     return cures, costs
 
 
+def parse_args(argv: Sequence[str]) -> ServeOptions:
+    """The options of `bench.py serve`."""
+    _, options = bench.parse_args(["serve", *argv])
+    return options
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Climb: a line for each rung when it has served the load, then the table."""
-    _, options = bench.parse_args(["serve", *(sys.argv[1:] if argv is None else argv)])
+    options = parse_args(sys.argv[1:] if argv is None else argv)
     machine = make_machine(options)
     arrivals_at, load = make_workload(options)
     slo_s = capacity.slo_seconds(options.slo, machine.base)

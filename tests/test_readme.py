@@ -18,7 +18,7 @@ import exercises.__main__
 import sample
 import server.__main__
 from engine import Engine
-from examples import fit_device
+from examples import fit_device, ladder
 from examples.compare import __main__ as compare
 from lab.simulator.cost_model import CostModel
 from sampling import SamplingParams
@@ -59,6 +59,7 @@ PARSERS = {
     "exercises": exercises.__main__.parse_args,
     "examples.compare": compare.parse_args,
     "examples.fit_device": fit_device.parse_args,
+    "examples.ladder": ladder.parse_args,
 }
 REQUIRED = {  # arguments of a command, where a sentence only names the command
     "batches": ["64"],
@@ -218,21 +219,19 @@ def cells(line):
 def test_the_headline_is_printed_by_its_command(capsys):
     section = MAIN.partition("## What it gains")[2].partition("\n## ")[0]
     (command,) = (command for command in commands(section) if "--simulate" in command)
-    bench.main(command[1:])
-    printed = {}  # (policy, head of a column) -> the cell
+    ladder.main(command[1:])
+    printed = {}  # (rung, head of a column) -> the cell
     for table in capsys.readouterr().out.split("\n\n"):
         if table.startswith("| "):
             heads, _, *rows = map(cells, table.splitlines())
-            for policy, *values in rows:
+            for rung, *values in rows:
                 for head, value in zip(heads[1:], values, strict=True):
-                    printed[policy.split(":")[-1], head] = value
+                    printed[rung, head] = value
     headline = section.partition("\n\n| seconds ")[2].partition("\n\n")[0]
     heads, _, *rows = map(cells, ("| seconds " + headline).splitlines())
-    assert [policy for policy, *_ in rows] == [
-        *("request-level", "orca", "vllm", "sarathi", "sarathi-serve", "ShortestFirst")
-    ]
-    for policy, *values in rows:
-        assert values == [printed[policy, head] for head in heads[1:]]
+    assert [rung for rung, *_ in rows] == list(ladder.LADDER)
+    for rung, *values in rows:
+        assert values == [printed[rung, head] for head in heads[1:]]
 
 
 @pytest.mark.parametrize("chunk, decodes", [(0, 1), (0, 32), (225, 0), (225, 31)])
