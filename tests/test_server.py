@@ -318,7 +318,7 @@ def test_metrics_show_who_runs_and_who_waits():
         served.engine.step()
         values = metrics_of(served)
         assert (values["running_requests"], values["waiting_requests"]) == (1, 2)
-        served.api.metrics.observe(served.engine.abort(2))  # which has no token, so no TTFT
+        served.api.thread.metrics.observe(served.engine.abort(2))  # which has no token, so no TTFT
         values = metrics_of(served)
         assert (values["prompt_tokens_total"], values["ttft_seconds_count"]) == (5, 0)
 
