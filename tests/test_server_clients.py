@@ -25,7 +25,7 @@ from tests.helpers import with_slow
 from tests.servers import (
     PROGRAM,
     complete,
-    generate_text,
+    generate,
     http_post,
     idle,
     letters,
@@ -33,20 +33,13 @@ from tests.servers import (
     serving,
     wait_for,
 )
+from tests.test_server_refusals import CHAT as CHATS
+from tests.test_server_refusals import error_of
 from tests.test_tokenizers import llama3_directory
 
 
 def user(text):
     return {"messages": [{"role": "user", "content": text}]}
-
-
-def error_of(served, **fields):
-    """(param, message) of the error 400 to a completion, or to a chat if there are messages."""
-    address = "chat/completions" if "messages" in fields else "completions"
-    done = served.http.post(f"/v1/{address}", json=dict(model="tiny") | fields)
-    assert done.status_code == 400
-    error = done.json()["error"]
-    return error["param"], error["message"]
 
 
 # What takes long
@@ -72,14 +65,15 @@ def test_a_text_that_cannot_fit_is_refused_without_encoding_it(body, name, fewes
 
     with serving(tokenizer=Tokenizer(encode, letters.decode, longest_token=8)) as served:
         message = f"{name} of at least {fewest} tokens: must be below 128"
-        assert error_of(served, **body) == (name, message)
+        address = CHATS if name == "messages" else "completions"
+        assert error_of(served, address, **body) == (name, message)
         assert complete(served, "a" * 1016).usage.prompt_tokens == 2
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 def test_errors_of_a_chat_name_the_fields_that_it_has(tiny, field):
     def refused(text="a", **fields):
-        return error_of(tiny, **user(text), **fields)
+        return error_of(tiny, CHATS, **user(text), **fields)
 
     message = f"messages of 127 tokens + {field}=5: must not exceed 128"
     assert refused("a" * 110, **{field: 5}) == (field, message)
@@ -116,11 +110,6 @@ def test_errors_of_the_engine_are_told_in_words_of_the_client(
 ):
     refused = body.refusal(ArgumentError(error, argument)).detail["error"]
     assert (refused["message"], refused["param"]) == (message, param)
-
-
-def test_a_prompt_is_too_long_if_the_client_set_no_limit(tiny):
-    message = "prompt of 120 tokens + max_tokens=16: must not exceed 128"
-    assert error_of(tiny, prompt="a" * 120) == ("prompt", message)
 
 
 def test_text_is_encoded_and_chats_are_made_in_threads_of_their_own():
@@ -301,7 +290,7 @@ def test_a_connection_whose_headers_do_not_end_is_closed(requests_before, sent, 
             assert connection.recv(65_536).endswith(b"ok")
         connection.sendall(sent)
         assert read_all(connection) == b""
-        assert complete(served, "hello").text == generate_text("hello")
+        assert complete(served, "hello").text == generate(served, "hello").text
 
 
 @pytest.mark.parametrize("part", [b"a" * 4000, b"x: y\r\n" * 700])
@@ -318,28 +307,29 @@ def test_headers_without_end_are_closed_at_64_kib(part, monkeypatch):
         assert sent >= 60_000
 
 
-def test_headers_of_many_requests_may_be_longer_than_64_kib():
-    with serving() as served, served.connect() as connection:
+def receive_until(connection, end):
+    """What comes until there is this end."""
+    answer = b""
+    while not answer.endswith(end):
+        part = connection.recv(65_536)
+        assert part, "the connection was closed"
+        answer += part
+    return answer
+
+
+def test_headers_of_many_requests_may_be_longer_than_64_kib_and_begin_behind_a_body():
+    _, body = http_post().split(b"\r\n\r\n")
+    with serving(step_s=0.01) as served, served.connect() as connection:
         for _ in range(20):
             connection.sendall(HEALTH + b"x: " + b"y" * 4000)
             time.sleep(0.02)  # so that it arrives before the end
             connection.sendall(b"\r\n\r\n")
-            assert connection.recv(65_536).endswith(b"ok")
-
-
-def test_a_body_may_be_longer_than_headers_and_headers_may_begin_behind_it():
-    _, body = http_post().split(b"\r\n\r\n")
-    with serving(step_s=0.01) as served, served.connect() as connection:
+            receive_until(connection, b"ok")
         for _ in range(3):
             connection.sendall(http_post(body.ljust(500_000)) + HEALTH[:14])
-            assert b"200 OK" in connection.recv(65_536)
-            time.sleep(0.1)  # for the rest of the answer
+            receive_until(connection, b"\r\n0\r\n\r\n")
             connection.sendall(HEALTH[14:] + b"\r\n")
-            answer = b""
-            while not answer.endswith(b"ok"):
-                part = connection.recv(65_536)
-                assert part, "the connection was closed"
-                answer += part
+            receive_until(connection, b"ok")
 
 
 def test_a_response_goes_on_while_the_next_headers_wait(monkeypatch):
@@ -386,7 +376,7 @@ def test_a_client_that_leaves_leaves_no_traceback(moment, leave, capfd, caplog):
             connection.sendall(LEAVING[moment])
             time.sleep(wait_s)
             leave(connection)
-        assert complete(served, "hello").text == generate_text("hello")
+        assert complete(served, "hello").text == generate(served, "hello").text
         wait_for(lambda: idle(served.engine))
     assert "Traceback" not in capfd.readouterr().err
     assert caplog.records == []
