@@ -14,8 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import Engine
-from lab.measure.remote_server import RemoteServer
-from lab.measure.workload import Arrival, prompts
 from pretrained.streams import Writer
 from pretrained.tokenizers import byte_tokenizer, load_chat
 from request import Event, Service
@@ -196,21 +194,6 @@ def test_what_is_written_is_certain_and_ends_before_a_stop_string(pieces, stops)
     ends = [pushed.find(stop) for stop in stops if stop in pushed]
     assert written == pushed[: min(ends, default=len(pushed))]
     assert reason == ("stop" if ends else "length")
-
-
-def test_long_stop_strings_hold_nobody_up():
-    held_texts = []
-
-    class Counted(str):
-        def startswith(self, held):
-            held_texts.append(held)
-            return str.startswith(self, held)
-
-    stream = SimpleNamespace(push=lambda token: "q", flush=lambda: "")
-    writer = Writer(stream, [Counted("q" * 10_000 + "!")])
-    for i in range(5):
-        assert writer.push(Event(0, i, None, None, None)) == ("", None)
-    assert 5 <= len(held_texts) <= 15  # no longer than the text that is held
 
 
 @streamed
@@ -426,13 +409,3 @@ def test_what_a_request_may_expect_reaches_the_scheduler():
         served.scheduler.add = Mock(wraps=served.scheduler.add)
         complete(served, "a", extra_body=fields)
         assert served.scheduler.add.call_args.args[0].service == Service(1, 1.0, 0.5, "ann")
-
-
-def test_a_load_of_the_bench_is_served_and_what_is_too_much_is_refused():
-    arrivals = [Arrival(0.0, 5, 2)] * 8
-    with serving(circle(), byte_tokenizer(), max_waiting=1, step_s=0.2) as served:
-        remote = RemoteServer(f"{served.url}/v1")
-        result = remote.serve(arrivals, prompts(arrivals, 256, 0))
-    assert remote.model == "tiny"
-    counts = [len(completion.token_times) for completion in result.completions]
-    assert result.refused == counts.count(0) > 0 and set(counts) == {0, 2}

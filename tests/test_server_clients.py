@@ -1,6 +1,5 @@
 """server/: what one client sends, or leaves out, does not hurt the others."""
 
-import asyncio
 import json
 import signal
 import socket
@@ -12,14 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from errors import ArgumentError
 from pretrained.tokenizers import Tokenizer, load_tokenizer
-from request import Event
 from server import checks, connections, protocol
 from server.__main__ import parse_args, url_of
 from server.app import encode_prompts
 from server.protocol import ApiError, ChatRequest, CompletionRequest
-from server.responses import CompletionResponse
 from tests import forked
 from tests.helpers import with_slow
 from tests.servers import (
@@ -89,27 +85,6 @@ def test_errors_of_a_chat_name_the_fields_that_it_has(tiny, field):
 
 COMPLETION = CompletionRequest(model="x", prompt="a")
 CHAT = ChatRequest(model="x", messages=[{}])
-LIMITED = ChatRequest(model="x", messages=[{}], max_completion_tokens=5)
-TOLD = [  # a body, an error of the engine and its argument, what the client is told
-    (COMPLETION, "prompt: is empty", "prompt", "prompt: is empty", "prompt"),
-    (CHAT, "prompt: is empty", "prompt", "messages: is empty", "messages"),
-    (CHAT, "pages=3: no", "pages", "pages=3: no", None),
-    (CHAT, "no memory is left", "", "no memory is left", None),
-    (CHAT, "max_new_tokens=0: no", "max_new_tokens", "max_tokens=0: no", "max_tokens"),
-    (
-        *(LIMITED, "max_new_tokens=0: no", "max_new_tokens"),
-        *("max_completion_tokens=0: no", "max_completion_tokens"),
-    ),
-    (CHAT, "tbt_slo=-1: no", "tbt_slo", "tbt_slo=-1: no", "tbt_slo"),
-]
-
-
-@pytest.mark.parametrize("body, error, argument, message, param", TOLD)
-def test_errors_of_the_engine_are_told_in_words_of_the_client(
-    body, error, argument, message, param
-):
-    refused = body.refusal(ArgumentError(error, argument)).detail["error"]
-    assert (refused["message"], refused["param"]) == (message, param)
 
 
 def test_text_is_encoded_and_chats_are_made_in_threads_of_their_own():
@@ -421,30 +396,6 @@ def test_what_the_end_cuts_off_gets_an_error(capfd):
             assert (error["message"], error["type"]) == ("the server ends", "server_error")
     wait_for(lambda: idle(served.engine))
     assert "Traceback" not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_response_that_is_complete_is_not_cut_off(stream):
-    async def late_messages():
-        events = asyncio.Queue()
-        for finish_reason in (None, "length"):
-            events.put_nowait(Event(0, 1, None, finish_reason, None))
-        thread = SimpleNamespace(executor=SimpleNamespace(submit=lambda *_: None), end=None)
-        request = SimpleNamespace(id=0, tokens=[0], prompt_len=1, cached_tokens=0, preemptions=0)
-        body = CompletionRequest(prompt="a", stream=stream)
-        response = CompletionResponse(thread, letters, "tiny", body, [request], events)
-        messages = []
-
-        async def send(message):
-            messages.append(message)
-
-        await response({"type": "http"}, asyncio.Event().wait, send)
-        count = len(messages)
-        assert messages[-1]["more_body"] is False
-        await response.cut_off({"type": "http"}, asyncio.Event().wait, send)
-        return messages[count:]
-
-    assert asyncio.run(late_messages()) == []
 
 
 STUCK = """
