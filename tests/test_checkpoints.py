@@ -273,9 +273,6 @@ def plain(theta):
 # Where a fact of RoPE may stand, beside what else: config.json has it in several places.
 LENGTH = "original_max_position_embeddings"
 ROPE_PLACES = {
-    "theta beside": dict(rope_theta=5e5),
-    "theta in rope_parameters": dict(rope_parameters=plain(5e5)),
-    "theta in rope_scaling": dict(rope_scaling=plain(5e5)),
     "theta twice": dict(rope_theta=1e3, rope_parameters=plain(5e5)),
     "theta beside rope_scaling": dict(rope_theta=5e5, rope_scaling=FREQUENCIES),
     "an empty rope_scaling": dict(rope_scaling={}, rope_parameters=plain(5e5)),
@@ -285,7 +282,6 @@ ROPE_PLACES = {
     "another rope_type": dict(rope_scaling=FREQUENCIES | dict(type="llama3", rope_type="default")),
     "length inside": dict(rope_scaling=FREQUENCIES | {LENGTH: 64}),
     "length beside": dict(rope_scaling=FREQUENCIES) | {LENGTH: 64},
-    "length beside rope_parameters": dict(rope_parameters=FREQUENCIES) | {LENGTH: 64},
     "length twice": dict(rope_scaling=FREQUENCIES | {LENGTH: 512}) | {LENGTH: 64},
     "length nowhere": dict(rope_scaling=FREQUENCIES),
 }

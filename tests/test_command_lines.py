@@ -58,16 +58,12 @@ FILES = {  # what lies in the folder of each command line
 GOOD = {  # values that some options take
     "--preset": ["llama-tiny", "gpt2", "llama3-8b", "falcon-180b"],
     "--model": ["gpt2", "llama-tiny", "."],
-    "--policies": ["vllm", "sarathi:16,sarathi-serve", "dynamic", "priority", "own.py:Own"],
-    "--policy": ["vllm", "priority", "own.py:Own", "own.py:Other", "binary:Own"],
+    "--policies": ["vllm", "sarathi:16,sarathi-serve", "dynamic", "own.py:Own"],
+    "--policy": ["priority", "own.py:Own", "own.py:Other", "binary:Own"],
     "--trace": [*FILES],
     "--simulate": ["a100-80gb", "h100", "this"],
-    "--tp-link": ["pcie4"],
-    "--pp-link": ["ethernet"],
     "--page-size": ["16", "max", "16,max"],
     "--lengths": ["sharegpt4", "5+5", "100+20,30+60"],
-    "--shared-prefix": ["16:2"],
-    "--classes": ["low=1,high=2"],
     "--slo": ["strict", "relaxed", "0.5"],
     "--device": ["cpu", "cuda", "cuda:1"],
     "--dtype": ["float32", "bfloat16"],
@@ -75,8 +71,6 @@ GOOD = {  # values that some options take
     "--only": ["S-F9", "SS-*", "bubbles", "all"],
     "--url": ["http://127.0.0.1:9/v1", "ftp://x", "127.0.0.1"],
     "--prefix-caching": ["on", "off", "both"],
-    "--against": ["openvino=/no/python"],
-    "--ratio": ["1.5"],
 }
 SIZES = ["1", "2", "7", "16", "64"]
 PROGRAMS = {

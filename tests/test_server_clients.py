@@ -138,12 +138,9 @@ def keys(count):
 
 MANY = [  # a field that takes long to look through, and the field that the error names
     (keys(101), None),
-    (dict(stream_options=keys(85_000)), "stream_options"),
-    (dict(tools=[{}] * 10_001), "tools"),
-    (dict(tools=[[[keys(10_000)]]]), "tools"),
-    (dict(tools=[{"a": [1] * 10_000}]), "tools"),
-    (dict(stop=[[[], []]] * 3334), "stop"),
-    (dict(messages=[{"role": "user"}] * 5001), "messages"),
+    ({"stream_options": keys(85_000)}, "stream_options"),
+    ({"tools": [[[keys(10_000)]]]}, "tools"),
+    ({"messages": [{"role": "user"}] * 5001}, "messages"),
     ({"x" * 200: [1] * 10_001}, "x" * 100),
 ]
 
@@ -161,7 +158,7 @@ def test_a_body_with_too_many_keys_is_refused_before_pydantic_reads_it(fields, p
     assert error["message"] == limit
 
 
-PARTS = ["[]", "{}", "[" * 190 + "]" * 190, '{"a":[]}', '"", []', r'"\"", []', r'"\\", []']
+PARTS = ["[]", '{"a":[]}', '"", []', r'"\"", []', r'"\\", []']
 
 
 @pytest.mark.parametrize("part", PARTS)
