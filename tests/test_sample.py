@@ -3,6 +3,7 @@
 import inspect
 
 import pytest
+import transformers
 
 import sample
 from engine import Engine
@@ -10,7 +11,7 @@ from model import GPT, GPTConfig
 from pretrained.tokenizers import byte_tokenizer, load_tokenizer
 from sampling import SamplingParams
 from tests import forked
-from tests.test_checkpoints import make
+from tests.test_checkpoints import llama_like
 from tests.test_tokenizers import byte_level_directory
 
 COMMON = ["--preset", "llama-tiny", "--device", "cpu"]
@@ -34,7 +35,9 @@ def test_one_prompt_streams_and_several_share_batches(capsys):
 
 
 def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, capsys):
-    make("llama").save_pretrained(tmp_path)
+    config = llama_like()
+    config.vocab_size = 300
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     byte_level_directory(tmp_path)
     engine = Engine(GPT.from_pretrained(tmp_path), tokenizer=load_tokenizer(tmp_path))
     (expected,) = engine.generate(["abc"], SamplingParams(9), progress=False)
