@@ -10,7 +10,6 @@ from engine import Engine
 from model import GPT, GPTConfig
 from pretrained.tokenizers import byte_tokenizer, load_tokenizer
 from sampling import SamplingParams
-from tests import forked
 from tests.test_checkpoints import llama_like
 from tests.test_tokenizers import byte_level_directory
 
@@ -110,22 +109,3 @@ def test_options_are_passed_on(monkeypatch, capsys):
     assert (config.policy, config.chunk, config.max_batch) == ("vllm", 5, 2)
     assert not config.prefix_caching and caching.prefix_caching
     assert (caching.policy, caching.page_size) == ("sarathi-serve", 5)  # half of the longest, 10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ([], "required: --prompt, --chat"),
-        ([*COMMON, "--prompt", "x", "--temperature", "-1"], "--temperature -1: must"),
-        ([*COMMON, "--prompt", ""], "prompt"),
-        (["--model", "/no/such/directory", "--prompt", "x"], "config.json"),
-        (
-            [*COMMON, "--prompt", "x", "--policy", "fifo"],
-            "error: --policy policy='fifo': must be one of",
-        ),
-    ],
-)
-def test_what_is_wrong_is_said_without_a_traceback(words, message):
-    done = forked.run("sample.py", *words)
-    assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr

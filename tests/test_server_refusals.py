@@ -87,17 +87,18 @@ def test_what_cannot_be_done_is_refused_by_name(tiny, fields, param, message):
     assert field == param and text.startswith(message)
 
 
-WRONG_CHATS = [
-    {"messages": ["a"]},
-    {"messages": []},
-    {"messages": [{"role": "user"}]},
-    {"prompt": "a", "messages": HI},
+WRONG_CHATS = [  # the fields of a chat, how the message begins: with the field
+    ({"messages": [*HI, "a"]}, "messages[1]: Input should be a valid dictionary"),
+    ({"messages": []}, "messages: "),
+    ({"messages": [*HI, {"role": "user"}]}, "messages[1].content=None: must be a text"),
+    ({"prompt": "a", "messages": HI}, "prompt: is not supported here"),
 ]
 
 
-@pytest.mark.parametrize("body", WRONG_CHATS)
-def test_what_chat_cannot_do_is_refused_by_name(tiny, body):
-    assert error_of(tiny, CHAT, **body)[0] == next(iter(body))
+@pytest.mark.parametrize("body, message", WRONG_CHATS)
+def test_what_chat_cannot_do_is_refused_by_name(tiny, body, message):
+    field, text = error_of(tiny, CHAT, **body)
+    assert field == next(iter(body)) and text.startswith(message)
 
 
 NEUTRAL = {  # fields that ask for nothing with this value
