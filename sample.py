@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     from pretrained.tokenizers import load_chat
     from sampling import SamplingParams
 
-    where = f"{options.model.dtype} on {options.model.device}"
-    how = f"temperature {options.temperature:g}, top-k {options.top_k}, top-p {options.top_p:g}"
-    text_model = find_text_model(options.model, f"{where}, {how}")
+    sampling = f"temperature {options.temperature:g}, top-k {options.top_k}, top-p"
+    computed = f"{options.model.dtype} on {options.model.device}, {sampling} {options.top_p:g}"
+    text_model = find_text_model(options.model, computed)
     tokenizer = text_model.tokenizer
     prompts = [tokenizer.encode(prompt) for prompt in options.prompts]
     if options.chats:

@@ -68,7 +68,7 @@ def _wrap(text: str, width: int) -> list[str]:
     """The lines of a text, at least one, each in this width. Control characters are left out."""
     lines: list[str] = []
     for paragraph in text.strip().expandtabs().splitlines():
-        shown = "".join(character for character in paragraph if character.isprintable())
-        limit = width if _cells(shown) == len(shown) else width // 2
-        lines += textwrap.wrap(shown, limit) or [""]
+        line = "".join(character for character in paragraph if character.isprintable())
+        limit = width if _cells(line) == len(line) else width // 2
+        lines += textwrap.wrap(line, limit) or [""]
     return lines or [""]

@@ -141,9 +141,9 @@ def explain(error: BaseException) -> int | str | None:
     place = where_it_failed(error)
     if place:  # in a custom policy
         return f"error: {place}: {name}: {text}"
-    missing = missing_package(error)
-    if missing:
-        print(f"error: {missing}", file=sys.stderr)
+    advice = missing_package(error)
+    if advice:
+        print(f"error: {advice}", file=sys.stderr)
         return 2
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return f"error: --compile: {text}"

@@ -108,8 +108,8 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         if self.preset and self.model:
-            both = f"--preset {self.preset}, --model {self.model}"
-            raise ValueError(f"{both}: a geometry and a checkpoint, give one of them")
+            models = f"--preset {self.preset}, --model {self.model}"
+            raise ValueError(f"{models}: a geometry and a checkpoint, give one of them")
 
     @property
     def name(self) -> str:

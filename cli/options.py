@@ -69,12 +69,12 @@ class OptionParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """As in argparse, but "--chunk=--" is an error: argparse would make it an empty list."""
-        words = sys.argv[1:] if args is None else args
-        for word in words:
+        argv = sys.argv[1:] if args is None else args
+        for word in argv:
             name, _, value = word.partition("=")
             if name.startswith("--") and value == "--":
                 self.error(f"{name} --: is no value")
-        return super().parse_known_args(words, namespace)
+        return super().parse_known_args(argv, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Exit with one line: "--chunk 0: must be ...", not argparse's usage and "argument"."""
@@ -115,13 +115,13 @@ def option(
     return field(metadata=named | settings)
 
 
-def from_args(options: type[Options], args: Namespace, **given: object) -> Options:
-    """The dataclass, with what was parsed in the fields of its options, but for what is `given`."""
+def from_args(options: type[Options], args: Namespace, **fixed: object) -> Options:
+    """The dataclass, with what was parsed in the fields of its options, but for those `fixed`."""
     values: dict[str, object] = {}
     for each in fields(options):  # pyright: ignore[reportArgumentType]
         default = each.metadata.get("default")
-        if each.name in given:
-            values[each.name] = given[each.name]
+        if each.name in fixed:
+            values[each.name] = fixed[each.name]
         elif hasattr(args, each.name):
             value = getattr(args, each.name)
             if value is None and isinstance(default, PerDevice):
@@ -173,8 +173,8 @@ def policy_name(text: str, name: str = "") -> str:
     try:
         find_policy(name or text)
     except (TypeError, ValueError) as error:
-        where = where_it_failed(error)  # if the file was found, but not good
-        raise ArgumentTypeError(f"{where}: {error}" if where else str(error)) from error
+        place = where_it_failed(error)  # if the file was found, but not good
+        raise ArgumentTypeError(f"{place}: {error}" if place else str(error)) from error
     return text
 
 

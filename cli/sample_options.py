@@ -18,6 +18,7 @@ class SampleOptions(EngineOptions):
         "text to continue; may be repeated",
         name="--prompt",
         action="append",
+        default=[],
         default_text="none, if there is a --chat",
     )
     chats: list[str] = option(
@@ -25,6 +26,8 @@ class SampleOptions(EngineOptions):
         name="--chat",
         type=nonempty_text,
         action="append",
+        default=[],
+        default_text="none",
     )
     max_new_tokens: int = option(
         "the most tokens to generate for each prompt", type=whole(minimum=1), default=100
@@ -55,5 +58,4 @@ def parse_args(argv: Sequence[str] | None) -> SampleOptions:
     args = parser.parse_args(argv)
     if not args.prompts and not args.chats:
         parser.error("one of these is required: --prompt, --chat")
-    lists = {"prompts": args.prompts or [], "chats": args.chats or []}
-    return from_args(SampleOptions, args, model=model_options(args), **lists)
+    return from_args(SampleOptions, args, model=model_options(args))

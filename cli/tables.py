@@ -50,9 +50,9 @@ def align(lines: Sequence[Sequence[str]], numbers: bool = True) -> str:
     for width in widths[1:]:
         rules.append("-" * (width + 1) + ":" if numbers else "-" * (width + 2))
     texts = []
-    for first, *others in lines:
-        cells = [first.ljust(widths[0])]
-        for cell, width in zip(others, widths[1:], strict=True):
+    for line in lines:
+        cells = [line[0].ljust(widths[0])]
+        for cell, width in zip(line[1:], widths[1:], strict=True):
             cells.append(cell.rjust(width) if numbers else cell.ljust(width))
         texts.append(f"| {' | '.join(cells)} |")
     return "\n".join([texts[0], f"|{'|'.join(rules)}|", *texts[1:]])

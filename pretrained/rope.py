@@ -23,11 +23,13 @@ def rope_table(
     scaling = config.rope_scaling
     if scaling is not None:
         turns = scaling.original_max_positions * frequency / (2 * math.pi)  # in trained contexts
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        low = scaling.low_freq_factor
+        high = scaling.high_freq_factor
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / scaling.factor)
     position = torch.arange(positions or config.max_positions, dtype=torch.float64)
     angle = torch.outer(position, frequency)
-    cos, sin = angle.cos(), angle.sin()
+    cos = angle.cos()
+    sin = angle.sin()
     table = torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], dim=1).unsqueeze(2)
     return table.to(device=device, dtype=torch.promote_types(dtype, torch.float32))

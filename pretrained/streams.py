@@ -101,9 +101,10 @@ class TextStream:
         text = decode([*self._context, token_id])[len(before) :]
         if not text and self._tokenizer.is_silent(token_id):
             return b""
-        known = self._tokenizer.token_bytes(token_id) if HALF_A_CHARACTER in text else None
-        if known is not None:
-            return known
+        if HALF_A_CHARACTER in text:
+            spelled = self._tokenizer.token_bytes(token_id)
+            if spelled is not None:
+                return spelled
         self._context = [token_id]
         return text.encode()
 

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -243,8 +244,9 @@ def _read_stop_tokens(directory: Path) -> list[int]:
     """The ids that end a text. generation_config.json goes before config.json."""
     ids: int | list[int] = []
     for path in (directory / name for name in TEXT_FILES):
-        said = TextFile.read(path).eos_token_id if path.is_file() else None
-        ids = ids if said is None else said
+        if path.is_file():
+            end = TextFile.read(path).eos_token_id
+            ids = ids if end is None else end
     return [ids] if isinstance(ids, int) else ids
 
 
@@ -350,12 +352,8 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 def _llama3_specials(first_id: int) -> dict[str, int]:
     """The ids of LLaMA 3's 256 special tokens, of which the first is `first_id`."""
-    specials: dict[str, int] = {}
-    reserved = 0
-    for i in range(256):
-        name = LLAMA3_SPECIALS.get(i)
-        if name is None:
-            name = f"reserved_special_token_{reserved}"
-            reserved += 1
-        specials[f"<|{name}|>"] = first_id + i
-    return specials
+    reserved = count()
+    names = (
+        LLAMA3_SPECIALS.get(i) or f"reserved_special_token_{next(reserved)}" for i in range(256)
+    )
+    return {f"<|{name}|>": first_id + i for i, name in enumerate(names)}

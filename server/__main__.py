@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line: load the model, and serve until a signal comes."""
     options = parse_args(argv)
     from cli.loading import find_text_model
-    from lab.simulator.referee import broken_rules
+    from policies.trial import find_violation
     from pretrained.tokenizers import load_chat
     from runtime.torchrun import find_place
     from server.app import Api
@@ -99,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = replace(options, model=text_model.options)
     if find_place().rank:
         load(options)  # this process follows rank 0, and never returns from here
-    for violation in broken_rules([options.policy]).values():
+    violation = find_violation(options.policy)
+    if violation:
         print(f"warning: {violation.sentence}", file=sys.stderr, flush=True)
     name = options.served_model_name or text_model.name
     chat = load_chat(options.model.model)
@@ -137,9 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def url_of(listener: socket.socket) -> str:
     """The URL of what listens at a socket."""
     host, port = listener.getsockname()[:2]
-    return (
-        f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
-    )
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 if __name__ == "__main__":

@@ -18,14 +18,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from errors import QueueFull, one_line, shorten
+from errors import one_line, shorten
 from page.html import page
 from pretrained.chat import Chat
 from pretrained.tokenizers import Tokenizer
 from sampling import SamplingParams
 from server.checks import check_host, check_key, read_body
 from server.engine_thread import Choice, EngineThread
-from server.metrics import Metrics
 from server.protocol import ApiError, ChatRequest, CompletionRequest, RequestBody
 from server.responses import SERVER_ENDS, CompletionResponse
 
@@ -68,8 +67,6 @@ class Api:
         self.engine = self.thread.engine
         self.max_len = self.engine.scheduler.max_len
         self.hosts = {"localhost", *(host.lower() for host in self.hosts)}
-        self.metrics = Metrics(self.engine.schedulers)
-        self.thread.on_completion = self.metrics.observe
         self.slo_s: float | None = self.engine.config.policy_options.get("tbt_slo")
         self.slo_source = "the option --tbt-slo"
         if self.slo_s is None and self.thread.idle_decode_s is not None:
@@ -101,7 +98,7 @@ class Api:
 
     async def page(self, request: HttpRequest) -> Response:
         """GET /: the live schedule page. A gap is red above `slo_s`."""
-        self.reject_other_names(request)
+        self.check_client(request, needs_key=False)
         config = self.engine.config
         sizes = f"{config.max_batch} requests of {config.max_len} tokens"
         description = f"{config.policy}, chunk {config.chunk}, {sizes}"
@@ -112,7 +109,7 @@ class Api:
 
     async def records(self, request: HttpRequest) -> Response:
         """GET /records/N: the records from number N on, and the ends of the last texts, as JSON."""
-        self.reject_other_names(request)
+        self.check_client(request, needs_key=False)
         digits: str = request.path_params["place"]
         if not re.fullmatch(f"[0-9]{{1,{MAX_DIGITS}}}", digits):
             raise ApiError(404, f"/records/N: N must have 1 to {MAX_DIGITS} digits")
@@ -129,7 +126,7 @@ class Api:
 
     async def metrics_text(self, request: HttpRequest) -> Response:
         """GET /metrics."""
-        return PlainTextResponse(self.metrics.text())
+        return PlainTextResponse(self.thread.metrics.text())
 
     async def models(self, request: HttpRequest) -> Response:
         """GET /v1/models."""
@@ -145,6 +142,15 @@ class Api:
     def model_object(self) -> dict[str, object]:
         """The model as OpenAI describes one."""
         return {"id": self.name, "object": "model", "created": 0, "owned_by": "nanosarathi"}
+
+    def check_client(self, request: HttpRequest, needs_key: bool = True) -> None:
+        """Raise ApiError unless the client may call this address, which may be open to all.
+
+        Without a key it must call this server by one of its names."""
+        if not self.key:
+            check_host(request, self.hosts)
+        elif needs_key:
+            check_key(request, self.key)
 
     def check_name(self, name: str) -> None:
         """Raise ApiError if this is no name of the model."""
@@ -170,18 +176,12 @@ class Api:
             encode_prompts, body, self.tokenizer, self.chat, self.max_len
         )
         try:
-            choices = self.choices(body, prompts)
             requests, events = await self.thread.call(
                 self.thread.add,
-                choices,
+                self.choices(body, prompts),
                 arrival,
-                priority=body.priority,
-                ttft_slo=body.ttft_slo,
-                tbt_slo=body.tbt_slo,
-                user=body.user,
+                **body.model_dump(include={"priority", "ttft_slo", "tbt_slo", "user"}),
             )
-        except QueueFull as error:
-            raise ApiError(429, str(error), None, "queue_full", {"Retry-After": "1"}) from error
         except ValueError as error:
             raise body.refusal(error) from error
         return CompletionResponse(self.thread, self.tokenizer, self.name, body, requests, events)
@@ -190,14 +190,13 @@ class Api:
         """The prompt and the sampling of each choice: answer i to a prompt has the seed + i.
 
         Raises ApiError, and ValueError as SamplingParams."""
-        choices: list[Choice] = []
-        given = body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
         params = replace(
             self.sampling,
             stop_token_ids=self.stop_token_ids(body),
             logprobs=body.wants_logprobs,
-            **given,
+            **body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True),
         )
+        choices: list[Choice] = []
         for prompt in prompts:
             max_new_tokens = body.limit or max(1, self.max_len - len(prompt))
             for i in range(body.n):
@@ -216,25 +215,12 @@ class Api:
             if stop in special_tokens:
                 token_ids.add(special_tokens[stop])
                 continue
-            inside = [token for token in special_tokens if token and token in stop]
-            if inside:
-                message = (
-                    f"stop={shorten(stop)}: {inside[0]} is a special token, and never in a text"
-                )
-                raise ApiError(400, f"{message}: stop at it alone", "stop")
+            for token in special_tokens:
+                if token and token in stop:
+                    inside = f"{token} is a special token, and never in a text"
+                    message = f"stop={shorten(stop)}: {inside}: stop at it alone"
+                    raise ApiError(400, message, "stop")
         return tuple(token_ids)
-
-    def check_client(self, request: HttpRequest) -> None:
-        """Raise ApiError unless the request sends the key, or there is none."""
-        if self.key:
-            check_key(request, self.key)
-        else:
-            self.reject_other_names(request)
-
-    def reject_other_names(self, request: HttpRequest) -> None:
-        """Raise ApiError if there is no key, and the request calls this server by a wrong name."""
-        if not self.key:
-            check_host(request, self.hosts)
 
     def check_length(self, body: RequestBody, prompt_len: int, max_new_tokens: int) -> None:
         """Raise ApiError if prompt and output do not fit."""
@@ -251,36 +237,35 @@ def encode_prompts(
     body: RequestBody, tokenizer: Tokenizer, chat: Chat, max_len: int
 ) -> list[list[int]]:
     """The tokens of a request's prompts, or of its messages. Raises ApiError."""
+    encode = tokenizer.encode
+    prompts = body.prompts
     if isinstance(body, ChatRequest):
+        encode = tokenizer.encode_chat or encode  # a template writes BOS itself
+        prompts = [make_chat(body, chat)]
+    encoded: list[list[int]] = []
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            encoded.append(prompt)
+            continue
+        fewest_tokens = tokenizer.fewest_tokens(prompt)
+        if fewest_tokens >= max_len:  # certainly, so it is not encoded
+            message = f"{body.prompt_name} of at least {fewest_tokens} tokens: must be below"
+            raise ApiError(400, f"{message} {max_len}", body.prompt_name, TOO_LONG)
         try:
-            prompts = [chat(body.messages)]
+            encoded.append(encode(prompt))
         except ValueError as error:
-            message = str(error)  # names a field
-            if error.__cause__ is not None:  # the template raised it: the file is nobody's business
-                cause = error.__cause__
-                message = f"messages: no chat: {one_line(f'{type(cause).__name__}: {cause}')}"
-            raise ApiError(400, message, "messages") from error
-        # a template writes BOS itself
-        tokenizer = tokenizer._replace(encode=tokenizer.encode_chat or tokenizer.encode)
-    else:
-        assert isinstance(body, CompletionRequest)
-        prompts = body.prompt
-    name = body.prompt_name
-    return [
-        encode_text(prompt, name, tokenizer, max_len) if isinstance(prompt, str) else prompt
-        for prompt in prompts
-    ]
+            message = f"{body.prompt_name}: cannot be encoded: {error}"
+            raise ApiError(400, message, body.prompt_name) from error
+    return encoded
 
 
-def encode_text(text: str, name: str, tokenizer: Tokenizer, max_len: int) -> list[int]:
-    """The tokens of a text, the field `name` of a body. Raises ApiError.
-
-    A text that certainly has `max_len` tokens or more is refused before it is encoded."""
-    fewest_tokens = tokenizer.fewest_tokens(text)
-    if fewest_tokens >= max_len:
-        message = f"{name} of at least {fewest_tokens} tokens: must be below {max_len}"
-        raise ApiError(400, message, name, TOO_LONG)
+def make_chat(body: ChatRequest, chat: Chat) -> str:
+    """The prompt that is made of messages. Raises ApiError."""
     try:
-        return tokenizer.encode(text)
+        return chat(body.messages)
     except ValueError as error:
-        raise ApiError(400, f"{name}: cannot be encoded: {error}", name) from error
+        message = str(error)  # names a field
+        if error.__cause__ is not None:  # the template raised it: the file is nobody's business
+            cause = error.__cause__
+            message = f"messages: no chat: {one_line(f'{type(cause).__name__}: {cause}')}"
+        raise ApiError(400, message, "messages") from error

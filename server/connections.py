@@ -15,65 +15,51 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from cli.console import TWICE_S
 from server.app import Api
 
-HEADERS_S = 10.0  # a connection is closed if the headers of a request take longer
+HEADERS_S = 10.0  # a connection is closed if no request's headers are complete within this time
 MAX_HEADER_BYTES = 65_536  # or if they are longer
 
 
 class Connection(HttpToolsProtocol):
     """A connection whose requests have headers that end, and all end when it is lost.
 
-    Between two requests uvicorn's own timeout holds. While a response is under way the connection
-    stays open: the next request's headers may wait for it."""
+    uvicorn's timeout between two requests also holds before the first, and until headers are
+    complete. While a response is under way the next request's headers may wait for it."""
 
-    header_deadline: asyncio.TimerHandle | None = None
-    header_bytes = 0  # of headers that have not ended
+    header_bytes = 0  # of headers that are not complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
         self.cycles: WeakSet[RequestResponseCycle] = WeakSet()  # requests and their responses
-        self._expect_headers()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._expect_nothing()
+        super()._unset_keepalive_if_required()
         for cycle in self.cycles:  # uvicorn knows of the last only
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
 
+    def _unset_keepalive_if_required(self) -> None:
+        """Data alone does not end the timeout, as it would in uvicorn."""
+
     def data_received(self, data: bytes) -> None:
-        deadline = self.header_deadline
-        super().data_received(data)
-        if deadline is None or self.header_deadline is not deadline:
-            return  # headers began or ended in this data, beside a body perhaps
         self.header_bytes += len(data)
+        super().data_received(data)
         if self.header_bytes > MAX_HEADER_BYTES:
             self.transport.close()
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._expect_headers()
-
     def on_headers_complete(self) -> None:
-        self._expect_nothing()
+        self.header_bytes = 0
+        super()._unset_keepalive_if_required()
         super().on_headers_complete()
         if self.cycle is not None:  # there is none for an upgrade
             self.cycles.add(self.cycle)
 
-    def _expect_headers(self) -> None:
-        self._expect_nothing()
-        self.header_deadline = self.loop.call_later(HEADERS_S, self._close_unless_responding)
-
-    def _expect_nothing(self) -> None:
-        if self.header_deadline is not None:
-            self.header_deadline.cancel()
-        self.header_deadline = None
+    def on_body(self, body: bytes) -> None:
         self.header_bytes = 0
-
-    def _close_unless_responding(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
-            self.transport.close()
-        else:
-            self._expect_headers()
+        super().on_body(body)
 
 
 class Server(uvicorn.Server):
@@ -88,6 +74,7 @@ class Server(uvicorn.Server):
             http=Connection,
             access_log=False,
             log_level="error",
+            timeout_keep_alive=HEADERS_S,  # pyright: ignore[reportArgumentType]
             timeout_graceful_shutdown=drain_s,  # pyright: ignore[reportArgumentType]
         )
         super().__init__(config)

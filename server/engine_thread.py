@@ -15,9 +15,11 @@ from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from engine import Engine
 from page.records import Record, Recorder
+from policies.observers import Iteration
 from request import Completion, Event
 from sampling import SamplingParams
 from scheduler import Request
+from server.metrics import Metrics
 
 RECORDS = 1000  # at least this many are kept for the schedule page
 OUTPUTS = 40  # of so many requests the last tokens are kept for it, too
@@ -26,9 +28,7 @@ IDLE_DECODES = 9  # decode iterations whose median is that of an idle engine
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
-EventQueue = asyncio.Queue[Event | None]
-
-
+EventQueue = asyncio.Queue[Event | None]  # None: a step of the engine failed
 Choice = tuple[list[int], SamplingParams]  # a prompt, and how one answer to it is sampled
 
 
@@ -41,11 +41,10 @@ class RecordPage(TypedDict):
 
 
 class EngineThread:
-    """Steps the `engine` that `make_engine()` returns, and records its iterations.
+    """Steps the `engine` that `make_engine()` returns, and records and counts what it does.
 
-    `call` is for asyncio's thread, `answers` for any, all other methods for this one.
-    `on_completion` is called with each Completion, also in this thread. With `time_decodes` it
-    first measures `idle_decode_s`, which is None otherwise: see idle_decode_seconds."""
+    `call` is for asyncio's thread, `answers` for any, all other methods for this one. With
+    `time_decodes` it first measures `idle_decode_s`, see idle_decode_seconds."""
 
     def __init__(self, make_engine: Callable[[], Engine], time_decodes: bool = False) -> None:
         self.executor = ThreadPoolExecutor(1, "engine")
@@ -54,7 +53,7 @@ class EngineThread:
         if time_decodes:
             timing = self.executor.submit(idle_decode_seconds, self.engine)
             self.idle_decode_s = timing.result()
-        self.on_completion: Callable[[Completion], None] = _ignore
+        self.metrics = Metrics(self.engine.schedulers)
         self.queues: dict[int, EventQueue] = {}  # request id -> where its events go
         self.loop: asyncio.AbstractEventLoop | None = None  # asyncio's, known after the first call
         self.stepping = False  # whether a step runs or is due
@@ -76,9 +75,7 @@ class EngineThread:
     def add(
         self, choices: Iterable[Choice], arrival: float, **service: Any
     ) -> tuple[list[Request], EventQueue]:
-        """Queue requests, all or none, as Engine.add_request does, and step until they are done.
-
-        Their queue gets each Event, or None if a step of one failed."""
+        """Queue requests, all or none, as Engine.add_request does, and step until they are done."""
         requests: list[Request] = []
         events: EventQueue = asyncio.Queue()
         try:
@@ -100,7 +97,7 @@ class EngineThread:
         self.queues.pop(request_id, None)
         completion = self._abort(request_id)
         if completion:
-            self.on_completion(completion)
+            self.metrics.observe(completion)
 
     def _abort(self, request_id: int) -> Completion | None:
         """Engine.abort, whatever a policy does; None if the request has ended."""
@@ -117,21 +114,21 @@ class EngineThread:
     def step(self) -> None:
         """Compute a batch, and have this called again if there is more work."""
         last = self.engine.last_iteration
-        events: list[Event] = []
-        failed: list[Request] = []
+        messages: list[tuple[int, Event | None]] = []  # request id, and what its queue gets
         try:
-            events = self.engine.step()
+            for event in self.engine.step():
+                messages.append((event.request_id, event))
+                self._keep_token(event)
+                if event.completion:
+                    self.metrics.observe(event.completion)
         except BaseException:  # of any kind: no client may wait for ever
             log.exception("a step of the engine failed")
-            failed = self._drop_failed_batch()
+            messages = [(request.id, None) for request in self._drop_failed_batch()]
         if self.engine.last_iteration and self.engine.last_iteration is not last:
-            self.recorder.add(self.engine.last_iteration)
-        self._forget_old_records()
-        for event in events:
-            self._keep_token(event)
-            if event.completion:
-                self.on_completion(event.completion)
-        self._deliver(events, failed)
+            self._record(self.engine.last_iteration)
+        deliveries = [(self.queues[i], event) for i, event in messages if i in self.queues]
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(_put_all, deliveries)
         self.stepping = self.engine.has_work
         if self.stepping:
             self.executor.submit(self.step)
@@ -151,19 +148,12 @@ class EngineThread:
         if len(self.outputs) > OUTPUTS:
             del self.outputs[next(iter(self.outputs))]
 
-    def _forget_old_records(self) -> None:
-        if len(self.recorder.records) > 2 * RECORDS:
-            del self.recorder.records[:RECORDS]
+    def _record(self, iteration: Iteration) -> None:
+        records = self.recorder.records
+        self.recorder.add(iteration)
+        if len(records) > 2 * RECORDS:
+            del records[:RECORDS]
             self.forgotten += RECORDS
-
-    def _deliver(self, events: Iterable[Event], failed: Iterable[Request]) -> None:
-        """Put events, and None for failed requests, into the queues of those who still wait."""
-        messages: list[tuple[int, Event | None]] = []
-        messages += [(event.request_id, event) for event in events]
-        messages += [(request.id, None) for request in failed]
-        deliveries = [(self.queues[i], event) for i, event in messages if i in self.queues]
-        if self.loop is not None:
-            self.loop.call_soon_threadsafe(_put_all, deliveries)
 
     def records_since(self, place: int) -> RecordPage:
         """The records from number `place` on, for the schedule page.
@@ -185,10 +175,6 @@ def idle_decode_seconds(engine: Engine) -> float | None:
     (completion,) = engine.generate([[0]], SamplingParams(num_tokens), progress=False)
     engine.drop([])  # nothing of it is found in the cache later
     return median(completion.tbt) if completion.tbt else None
-
-
-def _ignore(completion: Completion) -> None:
-    pass
 
 
 def _put_all(deliveries: list[tuple[EventQueue, Event | None]]) -> None:

@@ -9,36 +9,32 @@ from request import Completion
 from scheduler import Scheduler
 
 BUCKETS_S = [0.005 * 2**n for n in range(15)]  # upper ends of the histograms' buckets, to 82 s
-COUNTED = ("prompt_tokens", "output_tokens", "preemptions", "cached_tokens")
 
 
 class Metrics:
     """The numbers for Prometheus: of requests that have ended, and of the present."""
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
-        self.schedulers = schedulers
         self.registry = CollectorRegistry()
         place: dict[str, Any] = {"namespace": "nanosarathi", "registry": self.registry}
         self.ttft = Histogram("ttft_seconds", "arrival to first token", buckets=BUCKETS_S, **place)
         self.tbt = Histogram("tbt_seconds", "between two tokens", buckets=BUCKETS_S, **place)
         self.counters = {
-            name: Counter(name, "of requests that have ended", **place) for name in COUNTED
+            name: Counter(name, "of requests that have ended", **place)
+            for name in ("prompt_tokens", "output_tokens", "preemptions", "cached_tokens")
         }
-        for name, value in {
-            "waiting_requests": self._waiting_requests,
-            "running_requests": self._running_requests,
-            "free_pages": self._free_pages,
-        }.items():
-            Gauge(name, "at this moment", **place).set_function(value)
 
-    def _waiting_requests(self) -> int:
-        return len(self.schedulers[0].waiting)  # all schedulers share one queue
+        def free_pages() -> int:
+            return sum(scheduler.pages.num_free for scheduler in schedulers)
 
-    def _running_requests(self) -> int:
-        return sum(len(scheduler.running) for scheduler in self.schedulers)
+        def running_requests() -> int:
+            return sum(len(scheduler.running) for scheduler in schedulers)
 
-    def _free_pages(self) -> int:
-        return sum(scheduler.pages.num_free for scheduler in self.schedulers)
+        def waiting_requests() -> int:
+            return len(schedulers[0].waiting)  # all schedulers share one queue
+
+        for value in (free_pages, running_requests, waiting_requests):
+            Gauge(value.__name__, "at this moment", **place).set_function(value)
 
     def observe(self, completion: Completion) -> None:
         """Count a request that has ended."""

@@ -4,7 +4,7 @@ import os
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cli.loading import EngineOptions, ModelOptions, add_model_options, model_options
 from cli.options import SMALL_PAGES, OptionParser, from_args, nonempty_text, number, option, whole
@@ -31,6 +31,7 @@ class ServerOptions(EngineOptions):
         name="--allowed-host",
         type=nonempty_text,
         action="append",
+        default=[],
         default_text="--host, localhost and all IP addresses",
     )
     cors: list[str] = option(
@@ -38,6 +39,8 @@ class ServerOptions(EngineOptions):
         type=origin,
         action="append",
         metavar="ORIGIN",
+        default=[],
+        default_text="none",
     )
     port: int = option(
         "the port to listen at; 0 takes any that is free",
@@ -89,5 +92,4 @@ def parse_args(argv: Sequence[str] | None) -> ServerOptions:
     args = parser.parse_args(argv)
     if args.api_key is not None and not args.api_key.strip():
         parser.error("--api-key, NANOSARATHI_API_KEY: must not be empty")
-    options = from_args(ServerOptions, args, model=model_options(args))
-    return replace(options, allowed_hosts=options.allowed_hosts or [], cors=options.cors or [])
+    return from_args(ServerOptions, args, model=model_options(args))

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
-from errors import ArgumentError
+from errors import ArgumentError, QueueFull
 
 MAX_FIELDS = 100  # of a body, also those that are not known
 MAX_ITEMS = 10_000  # keys and items in a field: each costs time, in which all streams wait
@@ -140,6 +140,11 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
+    def prompts(self) -> Sequence[Prompt]:
+        """The prompts, if they need not be made of messages."""
+        return []
+
+    @property
     def limit_name(self) -> str:
         """The field that limits the output."""
         return "max_tokens"
@@ -161,7 +166,9 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
     @classmethod
     def read(cls, json_bytes: bytes) -> Self:
         """The body in these bytes of JSON. Raises ApiError, which names the field that is wrong."""
-        if _count_parts(json_bytes) > MAX_PARTS:
+        # before they are parsed, and looked into only if there are many brackets
+        many = _count_brackets(json_bytes) > MAX_PARTS
+        if many and _count_brackets(_without_strings(json_bytes)) > MAX_PARTS:
             raise ApiError(400, f"body: must hold at most {MAX_PARTS:,} lists and objects")
         try:
             fields = from_json(json_bytes)
@@ -187,12 +194,14 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
 
     def refusal(self, error: ValueError) -> ApiError:
         """An error of the engine in the words of the client, with the field that it is about."""
-        message = str(error).replace("max_new_tokens", self.limit_name)
+        if isinstance(error, QueueFull):
+            return ApiError(429, str(error), None, "queue_full", {"Retry-After": "1"})
         names = {"max_new_tokens": self.limit_name, "prompt": self.prompt_name}
-        field = error.argument if isinstance(error, ArgumentError) else ""
-        field = names.get(field, field)
+        message = str(error).replace("max_new_tokens", self.limit_name)
         if message.startswith("prompt"):
             message = self.prompt_name + message.removeprefix("prompt")
+        argument = error.argument if isinstance(error, ArgumentError) else ""
+        field = names.get(argument, argument)
         return ApiError(400, message, field if field in type(self).model_fields else None)
 
 
@@ -202,16 +211,15 @@ def _place(path: Sequence[str | int]) -> str:
     return "".join(parts).removeprefix(".")
 
 
-def _count_parts(json_bytes: bytes) -> int:
-    """How many lists and objects begin in these bytes of JSON, found without parsing them.
+def _count_brackets(json_bytes: bytes) -> int:
+    """How many lists and objects begin here; brackets in strings count, too."""
+    return json_bytes.count(b"[") + json_bytes.count(b"{")
 
-    Brackets in strings count too, as long as there are few."""
-    count = json_bytes.count(b"[") + json_bytes.count(b"{")
-    if count <= MAX_PARTS:
-        return count
+
+def _without_strings(json_bytes: bytes) -> bytes:
+    """These bytes of JSON without the strings in them."""
     without_escapes = json_bytes.replace(rb"\\", b"").replace(rb"\"", b"")
-    outside_strings = b"".join(without_escapes.split(b'"')[::2])
-    return outside_strings.count(b"[") + outside_strings.count(b"{")
+    return b"".join(without_escapes.split(b'"')[::2])
 
 
 def _check_size(fields: dict[str, object]) -> None:
@@ -278,6 +286,10 @@ class CompletionRequest(RequestBody):
         if len(prompts) * info.data.get("n", 1) > MAX_CHOICES:
             raise ValueError("too many answers")
         return prompts
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        return self.prompt
 
     @property
     def wants_logprobs(self) -> bool:

@@ -139,18 +139,18 @@ class CompletionResponse(StreamingResponse):
         """A server-sent event for each token, also if no text is certain with it."""
         with_usage = self.request_body.stream_options.get("include_usage")
         head = {**self.head, "usage": None} if with_usage else self.head
-        begun: set[int] = set()
+        started: set[int] = set()
         last = "[DONE]"
         try:
             async for index, piece in self.pieces():
-                place = "next" if index in begun else "first"
+                place = "next" if index in started else "first"
                 choice = self.request_body.choice(index, piece, place)
                 yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
-                begun.add(index)
+                started.add(index)
             if with_usage:
                 yield f"data: {json.dumps({**head, 'choices': [], 'usage': self.usage()})}\n\n"
         except ApiError as error:
-            if not begun:
+            if not started:
                 raise
             last = json.dumps(error.detail)
         yield f"data: {last}\n\n"

@@ -31,30 +31,33 @@ PROGRAM = ["-m", "server", "--preset", "llama-tiny", "--device", "cpu", "--dtype
 PROGRAM += ["--port", "0", "--threads", "1"]
 
 
-def circle(text=TEXT):
-    """A model that continues `text`, and after its end with its beginning, in bytes."""
-    sizes = dict(n_layer=1, n_head=2, n_kv_head=2, n_embd=256, n_inner=8, max_positions=512)
-    model = GPT(GPTConfig("llama", vocab_size=256, **sizes), dtype=torch.float64)
+def circle():
+    """A model that continues TEXT, and after its end with its beginning, in bytes."""
+    config = GPTConfig(
+        vocab_size=256, n_layer=1, n_head=2, n_embd=256, n_inner=8, max_positions=512
+    )
+    model = GPT(config, dtype=torch.float64)
     for p in model.parameters():
         if p.ndim == 2:
             p.zero_()
     model.token_embedding.weight.copy_(torch.eye(256))
-    for this, following in zip(text.encode(), text.encode()[1:] + text.encode()[:1], strict=True):
-        model.head.weight[following, this] = 0.1
+    text = TEXT.encode()
+    for byte, following in zip(text, text[1:] + text[:1], strict=True):
+        model.head.weight[following, byte] = 0.1
     return model
 
 
 @contextmanager
 def serving(model=None, tokenizer=letters, drain_s=1.0, step_s=0.0, api=None, **settings):
     """A server in a thread, at a port of its own. A step takes `step_s` longer than it must."""
-    sizes = dict(max_batch=4, max_len=128, page_size=16, chunk=16) | settings
-    engine = Engine(model or tiny_model(), **sizes)
+    sizes = {"max_batch": 4, "max_len": 128, "page_size": 16, "chunk": 16}
+    engine = Engine(model or tiny_model(), **sizes | settings)
+    fetch = engine.runner.fetch
     if step_s:
-        engine.runner.fetch = slow(engine.runner.fetch, step_s)
+        engine.runner.fetch = lambda *args: time.sleep(step_s) or fetch(*args)
     api = Api(EngineThread(lambda: engine), tokenizer, "tiny", load_chat(None), **(api or {}))
     server = Server(api, drain_s)
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
     url = "http://{}:{}".format(*address)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -108,30 +111,29 @@ class Answer(NamedTuple):
         return self.choices[0][0]
 
 
-def complete(served, prompt, chat=False, **fields):
+def complete(served, prompt, chat=False, stream=False, **fields):
     """The Answer to a completion or a chat, greedy if not told. A whole one has one event."""
-    fields = dict(model="tiny", max_tokens=20, temperature=0) | fields
-    streams = fields.get("stream")
-    if streams:
+    fields = {"model": "tiny", "temperature": 0, "stream": stream} | fields
+    if stream:
         fields["stream_options"] = {"include_usage": True}
     if chat:
-        created = served.client.chat.completions.create(messages=prompt, **fields)
+        reply = served.client.chat.completions.create(messages=prompt, **fields)
     else:
-        created = served.client.completions.create(prompt=prompt, **fields)
-    *events, last = created if streams else [created, created]
+        reply = served.client.completions.create(prompt=prompt, **{"max_tokens": 20} | fields)
+    *events, last = reply if stream else [reply, reply]
     texts = {}
     reasons = {}
     parts = [choice for event in events for choice in event.choices]
     for part in parts:
         assert part.index not in reasons
-        holder = part
+        message = part
         if chat:
-            holder = part.delta if streams else part.message
-        text = holder.content if chat else holder.text
+            message = part.delta if stream else part.message
+        text = message.content if chat else message.text
         texts[part.index] = texts.get(part.index, "") + text
         if part.finish_reason:
             reasons[part.index] = part.finish_reason
-    if streams:
+    if stream:
         assert last.choices == [] and all(event.usage is None for event in events)
     return Answer([(texts[i], reasons[i]) for i in range(len(texts))], last.usage, parts)
 
@@ -143,20 +145,10 @@ def generate(served, prompt, params=GREEDY):
     return engine.generate([prompt], params)[0]
 
 
-def generate_text(prompt):
-    """The text that the tiny model makes of a prompt."""
-    return Engine(tiny_model(), max_len=128, tokenizer=letters).generate([prompt], GREEDY)[0].text
-
-
-def slow(function, seconds):
-    """The same, later."""
-    return lambda *args: time.sleep(seconds) or function(*args)
-
-
 def http_post(body=b"", length=None, **fields):
     """The bytes of a completion request, of a body or its fields; `length` is in its header."""
     if not body:
-        fields = dict(model="tiny", prompt="a", max_tokens=20, temperature=0) | fields
+        fields = {"model": "tiny", "prompt": "a", "max_tokens": 20, "temperature": 0} | fields
         body = json.dumps(fields).encode()
     lines = [
         b"POST /v1/completions HTTP/1.1",

@@ -9,14 +9,13 @@ import random
 import re
 import resource
 import shutil
-import struct
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 from kv_cache import KVCache
 from model import GPT, GPTConfig
@@ -35,20 +34,17 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}{{ eo
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 JSON_FILES = ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"]
-FILES = [*JSON_FILES, INDEX, WEIGHTS, "chat_template.jinja"]
+FILES = [*JSON_FILES, WEIGHTS, "chat_template.jinja"]
 DEEP = "[" * 90_000
 CONTENTS = [
     *("", "null", "[]", "{}", "5", '"x"', "{", "\xff", "\x00", "NaN", DEEP, '{"a": ' + DEEP),
-    *("9" * 5000, '{"chat_template": "{% if %}"}', "{{ 1 / 0 }}", "{% for %}", "{{ x.y.z }}"),
+    *("9" * 5000, '{"chat_template": "{% if %}"}', "{{ 1 / 0 }}", "{% for %}"),
 ]
 VALUES = [
-    *(None, True, False, 0, 1, -1, 2, 7, 10**9, 10**18, 10**30, 10**400),
-    *(0.5, 1e-320, 1e308, math.nan, math.inf),
-    *("", "x", "é\n", "{% if %}", "{{ [] + 1 }}", "llama", "gpt2", "a" * 999),
-    *([], [[]], [None], ["x"], [10**18]),
-    *({}, {"x": 1}, {"content": 5}, {"rope_type": "yarn"}),
+    *(None, True, 0, -1, 2, 7, 10**9, 10**18, 10**400, 0.5, 1e-320, math.nan, math.inf),
+    *("", "x", "é\n", "{% if %}", "{{ [] + 1 }}", "gpt2", "a" * 999),
+    *([], [[]], [None], {}, {"x": 1}, {"content": 5}, {"rope_type": "yarn"}),
 ]
-TENSORS = ["model.norm.weight", "model.layers.0.self_attn.k_proj.weight", "lm_head.weight", "a\nb"]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +60,7 @@ def whole(tmp_path_factory):
     files = {
         "generation_config.json": {"eos_token_id": [2, 3]},
         "tokenizer_config.json": {"chat_template": TEMPLATE, "model_max_length": 64, **tokens},
-        INDEX: {"weight_map": dict.fromkeys(model.state_dict(), WEIGHTS)},
+        INDEX: {"weight_map": dict.fromkeys(model.state_dict(), "/etc/passwd")},  # never read
     }
     for name, content in files.items():
         (directory / name).write_text(json.dumps(content))
@@ -99,27 +95,22 @@ def check(directory):
 
 def places(content):
     """All (container, key) in a JSON value."""
-    keys = []
-    if isinstance(content, dict):
-        keys = list(content)
+    keys = list(content) if isinstance(content, dict) else []
     if isinstance(content, list):
-        keys = list(range(len(content)))
+        keys = range(len(content))
     for key in keys:
         yield content, key
         yield from places(content[key])
 
 
 def change_json(path, rng):
-    """Give one place in a JSON file another value, or none, or a new key."""
+    """Give one place in a JSON file another value, or none."""
     content = json.loads(path.read_text())
     container, key = rng.choice(list(places(content))[:400])
-    kind = rng.random()
-    if kind < 0.2:
+    if rng.random() < 0.2:
         del container[key]
-    elif kind < 0.9 or isinstance(container, list):
-        container[key] = rng.choice(VALUES)
     else:
-        container[f"{key}x"] = rng.choice(VALUES)
+        container[key] = rng.choice(VALUES)
     path.write_text(json.dumps(content))
 
 
@@ -138,61 +129,17 @@ def change_content(path, rng):
     path.write_text(rng.choice(CONTENTS), "latin-1")
 
 
-def change_kind(path, rng):
-    """Remove a file, or put a directory there, or a link to itself."""
-    path.unlink()
-    kind = rng.randrange(3)
-    if kind == 1:
-        path.mkdir()
-    elif kind == 2:
-        path.symlink_to(path)
-
-
-def change_header(path, rng):
-    """Change a number or a name in the header of a safetensors file."""
-    data = path.read_bytes()
-    [size] = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + size])
-    container, key = rng.choice(list(places(header)))
-    container[key] = rng.choice([*VALUES, "F64", "I64", "BF16", [2**40, 2**40], [0, 10**18]])
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
-
-
-def change_tensor(path, rng):
-    """Change a tensor of a safetensors file: its values, its shape, its type, or all of it."""
-    tensors = load_file(path)
-    name = rng.choice(TENSORS)
-    tensor = tensors.pop(name, torch.zeros(()))
-    others = [tensor * math.nan, tensor / 0, tensor[None], tensor.to(torch.int32), torch.ones(0)]
-    others += [tensor.to(torch.float8_e4m3fn), tensor.bool(), torch.zeros(()), None]
-    other = rng.choice(others)
-    if other is not None:
-        tensors[name] = other
-    save_file({key: value.contiguous() for key, value in tensors.items()}, path)
-
-
-def change_index(path, rng):
-    """Let the index name files elsewhere."""
-    content = json.loads(path.read_text())
-    for name in content["weight_map"]:
-        content["weight_map"][name] = rng.choice(["../../etc/passwd", "/etc/passwd", "", "x", 5])
-    path.write_text(json.dumps(content))
-
-
-CHANGES = {name: [change_json, change_json, change_json] for name in JSON_FILES}
-CHANGES |= {INDEX: [change_index], WEIGHTS: [change_header, change_tensor, change_tensor]}
-
-
 def break_at_random(directory, rng):
     """Change one of the files. Returns how."""
-    name = rng.choice(FILES)
-    path = directory / name
+    path = directory / rng.choice(FILES)
     if not path.exists():
         path.write_text(TEMPLATE)
-    change = rng.choice([*CHANGES.get(name, []), change_bytes, change_content, change_kind])
+    changes = [change_bytes, change_content]
+    if path.name in JSON_FILES:
+        changes += [change_json] * 3
+    change = rng.choice(changes)
     change(path, rng)
-    return f"{change.__name__} of {name}"
+    return f"{change.__name__} of {path.name}"
 
 
 @pytest.fixture
@@ -241,16 +188,17 @@ EDITS = [("config.json", put(**{name: 10**18}), "at most") for name in HUGE_SIZE
 EDITS += [
     ("config.json", put(max_position_embeddings=2**24, head_dim=2**14), "do not fit"),
     ("config.json", put(rope_parameters=LLAMA_3["rope_parameters"] | {"factor": 1e-320}), "factor"),
-    ("tokenizer_config.json", put(bos_token=5), "bos_token"),
-    ("tokenizer_config.json", put(eos_token=["</s>"]), "eos_token"),
-    ("tokenizer_config.json", put(chat_template=5), "chat_template=5: must be text"),
-    (
-        "tokenizer_config.json",
-        put(chat_template=NO_DEFAULT),
-        "chat template: ValueError: .*default",
+    *(
+        ("tokenizer_config.json", put(**{name: value}), message)
+        for name, value, message in [
+            ("bos_token", 5, "bos_token"),
+            ("eos_token", ["</s>"], "eos_token"),
+            ("chat_template", 5, "chat_template=5: must be text"),
+            ("chat_template", NO_DEFAULT, "chat template: ValueError: .*default"),
+            ("chat_template", "{% if %}", "chat template: TemplateSyntaxError"),
+            ("chat_template", "{{ [] + 1 }}", "chat template: TypeError"),
+        ]
     ),
-    ("tokenizer_config.json", put(chat_template="{% if %}"), "chat template: TemplateSyntaxError"),
-    ("tokenizer_config.json", put(chat_template="{{ [] + 1 }}"), "chat template: TypeError"),
 ]
 
 
@@ -262,21 +210,19 @@ def test_a_value_that_makes_no_sense_is_named_with_its_file(copy, name, edit, me
     assert re.search(message, check(directory))
 
 
-@pytest.mark.parametrize(
-    "content", ["null", "[]", DEEP, '{"chat_template": ' + DEEP, "5", "", "{", "\xff", "NaN", None]
-)
+@pytest.mark.parametrize("content", ["null", "[]", DEEP, "5", "", "\xff", "NaN"])
 @pytest.mark.parametrize("name", JSON_FILES)
 def test_json_that_is_something_else_is_named(copy, name, content):
     directory = copy()
-    path = directory / name
-    if content is None:
-        path.unlink()
-        needed = name in ("config.json", "tokenizer.json")
-        problem = check(directory)
-        assert (name in problem) == needed
-        return
-    path.write_text(content, "latin-1")
-    assert check(directory).startswith(f"{path}: ")
+    (directory / name).write_text(content, "latin-1")
+    assert check(directory).startswith(f"{directory / name}: ")
+
+
+@pytest.mark.parametrize("name", JSON_FILES)
+def test_a_json_file_that_is_not_there_is_named_if_it_is_needed(copy, name):
+    directory = copy()
+    (directory / name).unlink()
+    assert (name in check(directory)) == (name in ("config.json", "tokenizer.json"))
 
 
 def test_a_json_file_that_is_too_long_is_refused_before_it_is_read(copy, monkeypatch):
@@ -359,18 +305,14 @@ def test_the_limits_of_a_template_are_for_no_one_else(copy):
     assert sys.getprofile() is None
 
 
-def test_an_index_is_not_read_and_cannot_name_other_files(copy):
-    directory = copy()
-    change_index(directory / INDEX, random.Random(0))
-    assert check(directory) == ""
-
-
-def test_weights_that_are_no_file_are_refused(copy):
-    directory = copy()
-    path = directory / WEIGHTS
+@pytest.mark.parametrize("put_there", [lambda path: None, Path.mkdir, os.mkfifo])
+@pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.json"])
+def test_what_is_no_file_is_not_there(copy, name, put_there):
+    """To open a pipe would wait for ever."""
+    path = copy() / name
     path.unlink()
-    os.mkfifo(path)  # to open it would wait for ever
-    assert "not there" in check(directory)
+    put_there(path)
+    assert name in check(path.parent)
 
 
 @pytest.mark.parametrize(

@@ -65,17 +65,6 @@ def test_a_message_that_makes_no_sense_is_refused_by_its_place(chat, message, fi
     assert str(refused.value).isprintable()
 
 
-@pytest.mark.parametrize(
-    "message, place", [(5, ""), (None, ""), ("x", ""), ([], ""), ({"role": "user"}, ".content=")]
-)
-def test_a_client_is_told_the_place_of_a_wrong_message(tiny, message, place):
-    body = {"messages": [{"role": "user", "content": "x"}, message]}
-    done = tiny.http.post("/v1/chat/completions", json=body)
-    error = done.json()["error"]
-    assert (done.status_code, error["param"]) == (400, "messages")
-    assert error["message"].startswith(f"messages[1]{place or ': '}")
-
-
 DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}[default]{% endif %}"
 
 

@@ -191,25 +191,28 @@ def test_the_tokens_and_the_template_are_those_of_the_metadata(save):
     assert checkpoints.read_config(file).max_positions == 24
 
 
+def of_llama(key, value, message):
+    """A row of REFUSED: another value of a key of the architecture."""
+    return {f"llama.{key}": value}, {}, f"llama.{key}{message}"
+
+
 REFUSED = [  # metadata, tensors, what the line says
     ({"general.architecture": "mamba"}, {}, "general.architecture='mamba': must be one of llama,"),
-    ({"llama.block_count": None}, {}, "llama.block_count: Field required"),
-    ({"llama.block_count": "two"}, {}, "llama.block_count='two': .* valid integer"),
-    ({"llama.block_count": True}, {}, "llama.block_count=True: .* valid integer"),
+    ({"general.alignment": 0}, {}, "general.alignment=0: must be a positive number"),
+    of_llama("block_count", None, ": Field required"),
+    of_llama("block_count", True, "=True: .* valid integer"),
+    of_llama("attention.head_count", [4, 4], "=.* integer"),
+    of_llama("rope.freq_base", float("nan"), "=nan"),
+    of_llama("rope.scaling.type", "yarn", "='yarn'"),
+    of_llama("rope.scale_linear", 2.0, "=2.0"),
+    of_llama("attention.value_length", 4, "=4: must be .* 8"),
+    of_llama("rope.dimension_count", 4, "=4: must be .* 8"),
+    of_llama("expert_count", 8, "=8"),
     ({"llama.block_count": 3}, {}, "9 missing tensors: blk.2.attn_k.weight"),
     ({"llama.block_count": 10**9}, {}, "n_layer=1000000000: must be"),
-    ({"llama.attention.head_count": [4, 4]}, {}, "llama.attention.head_count=.* integer"),
     ({"llama.attention.head_count": 3}, {}, "n_kv_head=2: must divide n_head=3"),
-    ({"llama.rope.freq_base": float("nan")}, {}, "llama.rope.freq_base=nan"),
-    ({"llama.rope.scaling.type": "yarn"}, {}, "llama.rope.scaling.type='yarn'"),
-    ({"llama.rope.scale_linear": 2.0}, {}, "llama.rope.scale_linear=2.0"),
-    ({"llama.attention.value_length": 4}, {}, "llama.attention.value_length=4: must be .* 8"),
-    ({"general.alignment": 0}, {}, "general.alignment=0: must be a positive number"),
-    ({"llama.rope.dimension_count": 4}, {}, "llama.rope.dimension_count=4: must be .* 8"),
-    ({"llama.expert_count": 8}, {}, "llama.expert_count=8"),
     ({"llama.vocab_size": 98}, {}, "tensors that do not fit: .*token_embd.weight"),
     ({}, {"blk.1.ffn_up.weight": None}, "1 missing tensors: blk.1.ffn_up.weight"),
-    ({}, {"blk.1.ffn_up.weight": np.ones((9, 32), "f")}, "do not fit: blk.1.ffn_up.weight"),
     ({}, {"blk.1.attn_q.weight": np.ones((9, 32), "f")}, "do not fit: blk.1.attn_q.weight"),
     ({}, {"rope_freqs.weight": np.ones(4, "f")}, "1 unknown tensors: rope_freqs.weight"),
     ({}, {"output_norm.weight": np.ones(32, "i")}, "output_norm.weight is of type I32, must be"),
@@ -225,19 +228,22 @@ def test_a_model_that_is_not_known_is_refused_by_name(save, metadata, tensors, m
     assert "\n" not in str(caught.value)
 
 
-REFUSED_TEXT = [
-    ({"tokenizer.ggml.model": "llama"}, "model='llama': must be one of gpt2"),
-    ({"tokenizer.ggml.pre": "tekken"}, "pre='tekken': must be one of gpt-2, smollm"),
-    ({"tokenizer.ggml.pre": None}, "pre=None: must be one of"),
-    ({"tokenizer.ggml.tokens": None}, "tokens: Field required"),
-    ({"tokenizer.ggml.tokens": [1, 2]}, "tokens=1: .* valid string"),
-    ({"tokenizer.ggml.tokens": ["a", "a"]}, "tokens: must not hold a token twice"),
-    ({"tokenizer.ggml.token_type": [1]}, "token_type: has 1 items, must have 97"),
-    ({"tokenizer.ggml.merges": ["he"]}, "merges: 'he' must be two tokens and a space"),
-    ({"tokenizer.ggml.merges": ["q zz"]}, "no tokenizer can be made of it"),
+REFUSED_TEXT = [  # a key of tokenizer.ggml, its value, what the line says
+    ("model", "llama", "model='llama': must be one of gpt2"),
+    ("pre", "tekken", "pre='tekken': must be one of gpt-2, smollm"),
+    ("pre", None, "pre=None: must be one of"),
+    ("tokens", None, "tokens: Field required"),
+    ("tokens", [1, 2], "tokens=1: .* valid string"),
+    ("tokens", ["a", "a"], "tokens: must not hold a token twice"),
+    ("token_type", [1], "token_type: has 1 items, must have 97"),
+    ("merges", ["he"], "merges: 'he' must be two tokens and a space"),
+    ("merges", ["q zz"], "no tokenizer can be made of it"),
+    ("eos_token_id", 97, "eos_token_id=97: must be below 97"),
+    ("add_eos_token", True, "add_eos_token=True"),
+]
+REFUSED_TEXT = [({f"tokenizer.ggml.{key}": value}, text) for key, value, text in REFUSED_TEXT]
+REFUSED_TEXT += [
     ({BOS: True, "tokenizer.ggml.bos_token_id": None}, "add_bos_token=True: needs a bos_token_id"),
-    ({"tokenizer.ggml.eos_token_id": 97}, "eos_token_id=97: must be below 97"),
-    ({"tokenizer.ggml.add_eos_token": True}, "add_eos_token=True"),
     ({"tokenizer.chat_template": 3}, "chat_template: must be a text"),
 ]
 
@@ -251,50 +257,41 @@ def test_a_tokenizer_that_is_not_known_is_refused_by_name(save, metadata, messag
 
 
 HUGE = 10**12
-LIES = {  # what stands in a header, in its place
-    "foreign": (b"PK\3\4", 0, "does not begin with GGUF"),
-    "version 1": (struct.pack("<I", 1), 4, "version 1, must be"),
-    "tensors": (struct.pack("<Q", HUGE), 8, "1,000,000,000,000 tensors, must be at most"),
-    "keys": (struct.pack("<Q", HUGE), 16, "1,000,000,000,000 keys, must be at most"),
-    "the length of a key": (struct.pack("<Q", HUGE), 24, "1,000,000,000,000 bytes in a text"),
-}
+ARRAY = b"tokenizer.ggml.tokens" + struct.pack("<II", 9, 8)
+EMBEDDING = b"token_embd.weight" + struct.pack("<I", 2)
+LIES = [  # what stands in a header, after which bytes, and what is said of it
+    (b"PK\3\4", b"", "does not begin with GGUF"),
+    (struct.pack("<I", 1), b"GGUF", "version 1, must be"),
+    (struct.pack("<Q", HUGE), b"GGUF\3\0\0\0", "1,000,000,000,000 tensors, must be at most"),
+    (struct.pack("<QQ", 1, HUGE), b"GGUF\3\0\0\0", "1,000,000,000,000 keys, must be at most"),
+    (struct.pack("<Q", HUGE), ARRAY, "texts in an array"),
+    (struct.pack("<Q", MAX_ITEMS), ARRAY, "bytes|codec|value of type"),
+    (struct.pack("<Q", HUGE), ARRAY + struct.pack("<Q", 97), "1,000,000,000,000 bytes in a text"),
+    (struct.pack("<QQ", 32, 2**40), EMBEDDING, " bytes, with token_embd.weight at least"),
+    (struct.pack("<QQ", 32, 2**63), EMBEDDING, " bytes, with token_embd.weight at least"),
+    (struct.pack("<QQI", 31, 97, 8), EMBEDDING, r"weight \[97, 31\]: rows must be whole blocks"),
+]
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_header_that_lies_is_refused_before_memory_is_taken(save, lie):
+@pytest.mark.parametrize("lie, place, message", LIES)
+def test_a_header_that_lies_is_refused_before_memory_is_taken(save, lie, place, message):
     file = save()
-    written, place, message = LIES[lie]
     content = bytearray(file.read_bytes())
-    content[place : place + len(written)] = written
+    start = content.index(place) + len(place)
+    content[start : start + len(lie)] = lie
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=f"^{file}: .*{message}"):
+    with pytest.raises(ValueError, match=f"^{file}: .*({message})"):
         read_gguf(file)
 
 
-def test_names_that_stand_twice_and_lengths_that_lie_are_refused(save):
+@pytest.mark.parametrize(
+    "name, other", [(b"ggml.bos_", b"ggml.eos_"), (b"blk.0.ffn_up", b"blk.1.ffn_up")]
+)
+def test_names_that_stand_twice_are_refused(save, name, other):
     file = save()
-    content = file.read_bytes()
-    place = content.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens") + 8
-    for count, message in [(HUGE, "texts in an array"), (MAX_ITEMS, "bytes|codec|value of type")]:
-        file.write_bytes(content[:place] + struct.pack("<Q", count) + content[place + 8 :])
-        with pytest.raises(ValueError, match=f"^{file}: not a whole GGUF file: .*({message})"):
-            read_gguf(file)
-    for left, right in ((b"ggml.bos_", b"ggml.eos_"), (b"blk.0.ffn_up", b"blk.1.ffn_up")):
-        file.write_bytes(content.replace(left, right))
-        with pytest.raises(ValueError, match=f"^{file}: .*{right.decode()}.* is there twice"):
-            read_gguf(file)
-    name = b"token_embd.weight"
-    place = content.index(name) + len(name) + 4  # of its shape
-    quantised = save(quantisation=gguf.GGMLQuantizationType.Q8_0).read_bytes()
-    file.write_bytes(quantised[:place] + struct.pack("<Q", 31) + quantised[place + 8 :])
-    with pytest.raises(
-        ValueError, match=r"token_embd.weight \[97, 31\]: rows must be whole blocks"
-    ):
+    file.write_bytes(file.read_bytes().replace(name, other))
+    with pytest.raises(ValueError, match=f"^{file}: .*{other.decode()}.* is there twice"):
         read_gguf(file)
-    for rows in (2**40, 2**63):
-        file.write_bytes(content[: place + 8] + struct.pack("<Q", rows) + content[place + 16 :])
-        with pytest.raises(ValueError, match=f"^{file}: .* bytes, with token_embd.weight at least"):
-            read_gguf(file)
 
 
 @settings(max_examples=60, deadline=None)

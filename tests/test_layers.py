@@ -47,7 +47,7 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "cli": f"{ENGINE} parallel",
     "lab.pictures": "request policies lab.measure runtime.files cli",
     "lab.claims": f"{LIBRARIES} cli lab.pictures",
-    "server": f"{LIBRARIES} cli",
+    "server": f"{ENGINE} parallel page cli",
     "exercises": f"{PLANNING} page cli",
     "lab.explore": f"{PLANNING} lab.measure lab.simulator page exercises",
     "lab.commands": f"{LIBRARIES} cli lab.pictures lab.claims server lab.explore",

@@ -97,13 +97,6 @@ def code_size(source):
     return tokens, len(lines)
 
 
-def test_code_is_counted_without_prose_and_layout():
-    function = "def f(x):\n    '''Doc,\n    string.'''\n\n    # comment\n    return x + 1\n"
-    assert code_size(function) == (10, 2)
-    assert code_size("a = [\n    1,\n]\n") == (6, 3)
-    assert code_size("a = 1; b = 2\n") == (7, 1)  # packed: as many tokens and more in a line
-
-
 def test_the_core_is_as_large_as_the_readme_says():
     sizes = [code_size((ROOT / path).read_text()) for path in [*reading_list(), "errors.py"]]
     tokens, lines = map(sum, zip(*sizes, strict=True))

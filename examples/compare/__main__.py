@@ -51,8 +51,8 @@ def engines(text: str) -> dict[str, str]:
         pythons[engine] = python or sys.executable
         if not has_package(pythons[engine], engine):
             command = f"{pythons[engine]} -m pip install {PACKAGES[engine].replace('_', '-')}"
-            missing = f"{pythons[engine]} is no Python with {PACKAGES[engine]}"
-            raise ArgumentTypeError(f"{engine}: {missing}: {command}")
+            problem = f"{pythons[engine]} is no Python with {PACKAGES[engine]}"
+            raise ArgumentTypeError(f"{engine}: {problem}: {command}")
     return pythons
 
 

@@ -1,0 +1,68 @@
+"""A trial of a policy: small loads under a referee, without a model, on a clock that only counts.
+
+    violation = find_violation("my_policy.py:Eager")
+
+Who serves with a policy from a file tries it so before: beside a model a referee would take time
+in each iteration. Plain Python. Read first: referee.py. `bench.py check` simulates larger loads."""
+
+from itertools import count, product
+
+from policies import ALL_POLICIES, make_scheduler
+from policies.custom import PolicyError
+from policies.pages import make_pages
+from policies.referee import Referee, Violation
+from scheduler import Request, Scheduler
+
+REQUESTS = 40  # one arrives in each iteration: more than can be served
+OUTPUT_LEN = 24
+MAX_LEN = 128
+PAGE_SIZE = 8
+MAX_BATCH = 8
+CHUNKS = (16, 64)
+MEMORY = {"ample": MAX_BATCH, "tight": 2}  # how many requests of MAX_LEN fit
+
+
+def find_violation(policy: str) -> Violation | None:
+    """The first rule that a policy from a file breaks; None if it keeps all.
+
+    Raises ValueError if it cannot be made, and TimeoutError if it loops without an end."""
+    if policy in ALL_POLICIES:
+        return None
+    loads = product(MEMORY.items(), CHUNKS, (False, True))
+    for (memory, longest_that_fit), chunk, prefix_caching in loads:
+        pages = make_pages(longest_that_fit * MAX_LEN // PAGE_SIZE, PAGE_SIZE, prefix_caching)
+        sizes = {"chunk": chunk, "max_batch": MAX_BATCH, "max_len": MAX_LEN}
+        scheduler = make_scheduler(policy, pages, clock=count().__next__, **sizes)
+        referee = Referee(scheduler, f"{policy}, chunk {chunk}, {memory} memory")
+        try:
+            serve(scheduler)
+        except PolicyError as error:
+            violation = referee.violation_of(error)
+            if isinstance(violation.error, TimeoutError):
+                raise violation.error from error
+            return violation
+    return None
+
+
+def serve(scheduler: Scheduler) -> None:
+    """Let the requests arrive, and step until all have ended."""
+    arriving = [make_request(i) for i in range(REQUESTS)]
+    while arriving or scheduler.requests:
+        if arriving:
+            scheduler.add(arriving.pop(0))
+        batch = scheduler.next_batch()
+        scheduler.observe(batch, seconds=1.0)
+        tokens = [0 if chunk.yields_token else None for chunk in batch]
+        scheduler.advance(batch, tokens, scheduler.clock())
+
+
+def make_request(i: int) -> Request:
+    """A request of a length of its own; prompts begin like every fourth one before them."""
+    prompt_len = 1 + 37 * i % (MAX_LEN - OUTPUT_LEN)
+    return Request(
+        id=i,
+        tokens=[i % 4] * prompt_len,
+        prompt_len=prompt_len,
+        max_new_tokens=1 + i % OUTPUT_LEN,
+        arrival=i,
+    )
