@@ -25,7 +25,7 @@ from model import GPT, FlatBatch
 from policies.observers import Iteration
 from policies.priority import make_service
 from request import Batch, Completion, Event, Request
-from runtime.runner import Runner, warm_up
+from runtime.runner import Runner
 from runtime.text import Prompt, Text, Tokenizer, params_of_each
 from sampling import SamplingParams
 from scheduler import Scheduler
@@ -69,7 +69,6 @@ class Engine:
         check_type("config", config, EngineConfig | None, "an EngineConfig")
         check_type("clock", clock, Callable, "a function that returns seconds")
         self.text = Text(tokenizer)
-        self.tokenizer = tokenizer
         if config is None:
             config = EngineConfig(**fields)
         elif fields:
@@ -262,13 +261,23 @@ class Engine:
             raise
 
     def _drop_all(self, next_id: int) -> None:
-        self._computed = None
-        self.scheduler.journal.clear()
+        self.drop(list(self.scheduler.requests.values()))
         self._next_id = next_id
 
     def warm_up(self) -> None:
-        """Serve a few requests and forget them, so that page faults and compilations are over."""
-        warm_up(self)
+        """Serve the longest prompt, then as many requests as may run, and forget them, so that page
+        faults and compilations are over."""
+        self.drop([])  # what the cache holds is lost
+        max_batch = self.scheduler.max_batch
+        self.runner.warm_up(max_batch)
+        pages, _, max_len = self.config.cache_sizes
+        max_output = max_len - 1
+        long_prompt = [0] * max(1, max_output - 1)
+        self.generate([long_prompt], SamplingParams(min(2, max_output)), progress=False)
+        count = min(max_batch, pages, self.config.max_waiting or max_batch)  # each has a page
+        params = [SamplingParams(min(n + 2, max_output)) for n in range(count)]
+        self.generate([[0]] * count, params, progress=False)
+        self.drop([])  # none of this is found later
         self._next_id = 0
 
     def drop(self, requests: Iterable[Request]) -> None:

@@ -37,7 +37,7 @@ class SentChunk(NamedTuple):
     start: int
     tokens: list[int]
     yields_token: bool
-    params: SamplingParams | None
+    params: SamplingParams
     position: int  # which output token of its request it decides, if it yields one
 
     @classmethod
@@ -49,7 +49,7 @@ class SentChunk(NamedTuple):
             start=chunk.start,
             tokens=chunk.tokens,
             yields_token=chunk.yields_token,
-            params=request.params,
+            params=request.params or SamplingParams(),
             position=len(request.tokens) - request.prompt_len,
         )
 
@@ -139,9 +139,9 @@ class Stage:
         x: Tensor = model.compute_layers(x, batch, runner.cache)
         sampled: list[Sampled] = []
         if is_last:
-            sampling = [chunk for chunk in sent if chunk.yields_token]
-            params = [chunk.params or SamplingParams() for chunk in sampling]
-            positions = [chunk.position for chunk in sampling]
+            yielding = [chunk for chunk in sent if chunk.yields_token]
+            params = [chunk.params for chunk in yielding]
+            positions = [chunk.position for chunk in yielding]
             sampled = runner.fetch(model.logits(x, batch), params, positions)
         else:
             runner.wait()
@@ -188,21 +188,14 @@ class ParallelRunner(Runner):
         return self.ranks.command("run", self.key, chunks)
 
     def collect(self, command: int) -> list[StageResult]:
-        """The results of all stages for a command. Waits for them, and leaves them in
-        Ranks.replies."""
-        replies = self.ranks.wait_for_replies(command, self.ranks.pp * self.ranks.copies)
-        return [replies[rank] for rank in sorted(replies)]
-
-    def forget(self, command: int) -> None:
-        """Drop the results that `collect` has left."""
-        del self.ranks.replies[command]
+        """The results of all stages for a command."""
+        return self.ranks.results(command, self.ranks.pp * self.ranks.copies)
 
     def greedy(self, chunks: Sequence[Chunk]) -> list[int]:
         """As Runner.greedy, through all stages."""
         command = self.send([SentChunk.of(chunk) for chunk in chunks])
-        sampled = self.collect(command)[-1].sampled
-        self.forget(command)
-        return [token for token, _ in sampled]
+        *_, last = self.collect(command)
+        return [token for token, _ in last.sampled]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@
 Read first: engine.py, which calls it. Read next: cuda_graphs.py, packed_linear.py."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,19 +96,3 @@ def tokens_of(batch: Sequence[Chunk], sampled: Sequence[Sampled]) -> list[int | 
         if logprob is not None and request.params.logprobs:
             request.logprobs[chunk.end - request.prompt_len :] = [logprob]
     return tokens
-
-
-def warm_up(engine: Any) -> None:
-    """Let an Engine serve the longest prompt, then as many requests as may run, and forget them."""
-    engine.drop([])  # what the cache holds is lost
-    engine.runner.warm_up(engine.scheduler.max_batch)
-    config = engine.config
-    pages, _, max_len = config.cache_sizes
-    max_batch = config.max_batch or 1
-    max_output = max_len - 1
-    long_prompt = [0] * max(1, max_output - 1)
-    engine.generate([long_prompt], SamplingParams(min(2, max_output)), progress=False)
-    count = min(max_batch, pages, config.max_waiting or max_batch)  # each has a page or more
-    params = [SamplingParams(min(n + 2, max_output)) for n in range(count)]
-    engine.generate([[0]] * count, params, progress=False)
-    engine.drop([])  # none of this is found later

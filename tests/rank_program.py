@@ -449,9 +449,8 @@ def waits(job):
     waited = []
     for start in (0, 3):
         span = lone_chunk(pages=[0], start=start, tokens=[1, 2, 3])
-        command = runner.send([SentChunk.of(span)])
-        waited.append([result.waited for result in runner.collect(command)])
-        runner.forget(command)
+        results = runner.collect(runner.send([SentChunk.of(span)]))
+        waited.append([result.waited for result in results])
     return waited
 
 

@@ -16,25 +16,29 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LOW = "runtime.files runtime.torchrun runtime.memory runtime.lone_chunk runtime.pieces"
 PLANNING = f"errors request runtime.journal kv_cache scheduler policies {LOW} config"
-MODEL = "pretrained attention model runtime.drawing sampling"
+CACHE = "errors request kv_cache runtime.memory"
+GEOMETRY = "pretrained.presets pretrained.geometry"
+MODEL = f"{GEOMETRY} pretrained attention model runtime.drawing sampling"
 ENGINE = f"{PLANNING} {MODEL} runtime.text runtime engine torch"
 LIBRARIES = f"{ENGINE} parallel lab.measure lab.simulator page"
 MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "errors": "",
     "request": "errors",
     "runtime.journal": "request",
-    "kv_cache": "request",
+    "pretrained.presets": "",
+    "pretrained.geometry": "errors pretrained.presets",
+    "kv_cache": "request pretrained.geometry",
     "scheduler": "errors request runtime.journal kv_cache",
     "policies": "errors request kv_cache scheduler",
     "runtime.files": "",
     "runtime.torchrun": "errors",
-    "runtime.memory": "errors kv_cache runtime.torchrun",
+    "runtime.memory": "errors kv_cache runtime.torchrun pretrained.geometry",
     "runtime.lone_chunk": "request",
     "runtime.pieces": "torch",
     "config": "errors kv_cache scheduler policies runtime.memory",
-    "pretrained": "errors request runtime.memory torch",
-    "attention": "errors request kv_cache runtime.memory runtime.lone_chunk pretrained torch",
-    "model": "errors request kv_cache runtime.memory runtime.pieces pretrained attention torch",
+    "pretrained": f"errors request runtime.memory {GEOMETRY} torch",
+    "attention": f"{CACHE} runtime.lone_chunk {GEOMETRY} torch",
+    "model": f"{CACHE} runtime.pieces {GEOMETRY} pretrained attention torch",
     "runtime.drawing": "attention torch",
     "sampling": "errors runtime.drawing torch",
     "runtime.text": "errors request pretrained sampling",

@@ -340,7 +340,6 @@ def test_the_time_of_sums_on_a_gpu_is_the_devices(two_parts, monkeypatch):
         stream.done_s = stream.device_s
         timer.read()
         assert timer.total_s == pytest.approx(total_s)
-    assert len(events) == 2 * 3  # of the first iteration: they are used again
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
-from attention import SDPA, PagedSDPA, fallback, xformers
+from attention import SDPA, fallback, xformers
 from attention.decode_sizes import padded_size, padded_sizes
 from attention.xformers import XFormers
 from engine import Engine
@@ -193,7 +193,7 @@ def test_xformers_plan_equals_sdpa(model, case, split_k, operators):
     rows = sum(span.length for span in chunks)
     layer = cache.layer(0)
     q = torch.randn(n + rows, model.config.n_head, model.config.head_dim, dtype=torch.float64)
-    expected = PagedSDPA(model.config, cache).plan(decodes + chunks)(q, *layer)
+    expected = SDPA(model.config, cache).plan(decodes + chunks)(q, *layer)
     close(backend.plan(decodes + chunks)(q, *layer), expected)
     size = padded_size(n) if decode_operator is operators.split_k else n
     copied_pages = 9 if is_paged else pages
