@@ -4,8 +4,6 @@ Stand-ins that follow xformers' contract take the place of its operators. See al
 
 import subprocess
 import sys
-from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from model import FlatBatch
 from policies import POLICIES
 from sampling import SamplingParams, sample
 from test_equivalence import a_span, close, figure_6
+from tests.cuda.batches import on_cuda
 from tests.helpers import poisoned_cache, tiny_model
 
 CHUNKS = [  # (pages, start, length) of each, in pages of 12 tokens
@@ -108,8 +107,8 @@ def test_numbers_of_decodes_are_padded_to_few_sizes():
 
 @pytest.fixture
 def operators(monkeypatch):
-    """Lets XFormers be made as on CUDA. Replaces xformers' operators by functions of (operator,
-    inputs) that return y."""
+    """Lets XFormers be made as on CUDA. Returns a function that lets another one compute: one of
+    (operator, inputs) that returns y."""
     from xformers.ops import fmha
 
     monkeypatch.setattr(fmha.flash, "FLASH_VERSION", "2.8.0")
@@ -118,19 +117,15 @@ def operators(monkeypatch):
     for module in (attention, fallback):
         monkeypatch.setattr(module, "SIXTEEN_BITS", (torch.float64,))
 
-    class Operators:
-        flash = fmha.flash.FwOp
-        split_k = fmha.triton_splitk.FwOp
+    def let_compute(compute):
+        def apply(operator, inputs, needs_gradient):
+            return compute(operator, inputs), None
 
-        def replace(self, **functions):
-            for name, function in functions.items():
+        for operator in (fmha.flash.FwOp, fmha.triton_splitk.FwOp):
+            monkeypatch.setattr(operator, "apply", classmethod(apply))
+        return fmha.flash.FwOp, fmha.triton_splitk.FwOp
 
-                def apply(operator, inputs, needs_gradient, function=function):
-                    return function(operator, inputs), None
-
-                monkeypatch.setattr(getattr(self, name), "apply", classmethod(apply))
-
-    return Operators()
+    return let_compute
 
 
 def return_queries(operator, inputs):
@@ -170,7 +165,7 @@ def test_xformers_plan_equals_sdpa(model, case, split_k, operators):
         inputs.validate_inputs()
         reasons = operator.not_supported_reasons(inputs)  # of shapes, strides and mask
         assert all(reason.startswith(OF_THIS_MACHINE) for reason in reasons)
-        if not is_paged or operator is operators.split_k:
+        if not is_paged or operator is split_k_operator:
             assert inputs.key.data_ptr() == cache.data.data_ptr()  # a view, not a copy
         visible = visible_keys(inputs.attn_bias, q.shape[1], keys.shape[1])
         read = visible.any(dim=0)  # the operators do not touch what no query sees
@@ -179,15 +174,16 @@ def test_xformers_plan_equals_sdpa(model, case, split_k, operators):
         y = (scores.softmax(dim=-1) @ values[:, read].nan_to_num()).transpose(0, 1)[None]
         return y.unflatten(2, inputs.query.shape[2:4])
 
-    operators.replace(flash=attend, split_k=attend)
-    decodes, chunks = ([a_span(*span) for span in spans] for spans in (decodes, chunks))
+    flash_operator, split_k_operator = operators(attend)
+    decodes = [a_span(*span) for span in decodes]
+    chunks = [a_span(*span) for span in chunks]
     data = cache.data[0]
     for span in decodes + chunks:
         slots = slot_mapping(span.pages, page_size, 0, span.end)
         data[:, :, slots] = torch.rand_like(data[:, :, slots])
     backend = XFormers(model.config, cache, split_k)
-    decode_operator = operators.split_k if split_k or is_paged else operators.flash
-    assert [operator for operator, *_ in calls] == [decode_operator, operators.flash]  # the probe
+    decode_operator = split_k_operator if split_k or is_paged else flash_operator
+    assert [operator for operator, *_ in calls] == [decode_operator, flash_operator]  # the probe
     calls.clear()
     n = len(decodes)
     rows = sum(span.length for span in chunks)
@@ -195,9 +191,9 @@ def test_xformers_plan_equals_sdpa(model, case, split_k, operators):
     q = torch.randn(n + rows, model.config.n_head, model.config.head_dim, dtype=torch.float64)
     expected = SDPA(model.config, cache).plan(decodes + chunks)(q, *layer)
     close(backend.plan(decodes + chunks)(q, *layer), expected)
-    size = padded_size(n) if decode_operator is operators.split_k else n
+    size = padded_size(n) if decode_operator is split_k_operator else n
     copied_pages = 9 if is_paged else pages
-    assert calls == [(decode_operator, size, pages), (operators.flash, rows, copied_pages)]
+    assert calls == [(decode_operator, size, pages), (flash_operator, rows, copied_pages)]
     close(backend.plan(decodes[:-1])(q[: n - 1], *layer), expected[: n - 1])
     close(backend.plan(chunks)(q[n:], *layer), expected[n:])
 
@@ -226,7 +222,7 @@ class NoWaiting(TorchDispatchMode):
 @in_both_layouts
 def test_xformers_and_sampling_do_not_wait_for_the_device(case, operators):
     decodes, chunks, sizes = case
-    operators.replace(flash=return_queries, split_k=return_queries)
+    operators(return_queries)
     model = tiny_model(head_dim=16)
     cache = poisoned_cache(model, *sizes, position_major=True)
     backend = XFormers(model.config, cache)
@@ -243,16 +239,17 @@ def test_xformers_and_sampling_do_not_wait_for_the_device(case, operators):
 @pytest.mark.parametrize("page_size", [64, 256])
 def test_no_kernel_is_left_to_compile_after_warm_up(policy, page_size, operators):
     """Triton compiles split-K for the number of decodes, a bound of keys, the tables' width."""
-    kernels = Counter()
+    kernels = set()
 
-    def split_k(operator, inputs):
+    def note_kernel(operator, inputs):
         mask = inputs.attn_bias
         is_paged = hasattr(mask, "block_tables")
         bound = mask.block_tables.shape[1] if is_paged else mask.k_seqinfo.max_seqlen
-        kernels[inputs.query.shape[1], is_paged, bound] += 1
+        if operator is split_k_operator:
+            kernels.add((inputs.query.shape[1], is_paged, bound))
         return inputs.query
 
-    operators.replace(flash=return_queries, split_k=split_k)
+    _, split_k_operator = operators(note_kernel)
     max_batch = 13
     engine = Engine(
         tiny_model(n_layer=1, head_dim=16),
@@ -270,7 +267,7 @@ def test_no_kernel_is_left_to_compile_after_warm_up(policy, page_size, operators
     requests = range(2 * max_batch)
     params = [SamplingParams(4 + i) for i in requests]
     engine.generate([[1] * (10 + 5 * i) for i in requests], params, progress=False)
-    assert set(kernels) == warm
+    assert kernels == warm
 
 
 @pytest.mark.parametrize("page_size", [16, 96])
@@ -279,7 +276,5 @@ def test_pages_that_xformers_cannot_read_are_refused_or_go_to_torch(page_size, o
     cache = poisoned_cache(model, 20, page_size, max_len=256, position_major=True)
     with pytest.raises(ValueError, match=f"page_size={page_size}: must be .*a multiple of 64"):
         XFormers(model.config, cache)
-    data = SimpleNamespace(is_cuda=True, dtype=cache.data.dtype, device=cache.data.device)
-    on_cuda = SimpleNamespace(**vars(cache) | dict(layer=cache.layer, data=data))
     with pytest.warns(UserWarning, match=f"page_size={page_size}"):  # auto says why
-        assert isinstance(attention.make_attention(model.config, on_cuda), SDPA)
+        assert isinstance(attention.make_attention(model.config, on_cuda(cache)), SDPA)
