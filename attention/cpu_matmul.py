@@ -106,7 +106,13 @@ class Matmul(SDPA):
         self.attend(chunks, q[together:], keys, values, out[together:])
         return out
 
-    def attend_block(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend_block(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+    ) -> Tensor:
         """As SDPA.attend_block, by two products."""
         if mask is None:  # a decode on its own
             return super().attend_block(q, k, v, mask)

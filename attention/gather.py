@@ -39,7 +39,9 @@ def gather(x: Tensor, rows: Tensor, page_size: int) -> Tensor:
     -> (n_kv_head, n * page_size, head_dim)."""
     heads, _, head_dim = x.shape
     if x.is_contiguous():
-        x = x.view(-1, page_size * head_dim)
-        return x.index_select(0, rows.flatten()).view(heads, -1, head_dim)
-    x = x.transpose(0, 1).view(-1, page_size * heads * head_dim)
-    return x.index_select(0, rows).view(-1, heads, head_dim).transpose(0, 1)
+        matrix = x.view(-1, page_size * head_dim)
+        copied = matrix.index_select(0, rows.flatten())
+        return copied.view(heads, -1, head_dim)
+    matrix = x.transpose(0, 1).view(-1, page_size * heads * head_dim)
+    copied = matrix.index_select(0, rows)
+    return copied.view(-1, heads, head_dim).transpose(0, 1)

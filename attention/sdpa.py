@@ -123,9 +123,11 @@ class SDPA:
             v = self.keys_of(plan, values)
             for first_row, n, read, mask in plan.blocks:
                 rows = slice(first_row, first_row + n)
-                grouped = q[rows].view(n, -1, self.group, head_dim).transpose(0, 1)
-                folded = grouped.flatten(1, 2)  # (n_kv_head, n * group, head_dim)
+                grouped = q[rows].view(n, -1, self.group, head_dim)
+                # grouped (n, n_kv_head, group, head_dim)
+                folded = grouped.transpose(0, 1).flatten(1, 2)
                 y = self.attend_block(folded, k[:, :read], v[:, :read], mask)
+                # folded and y (n_kv_head, n * group, head_dim)
                 y = y.unflatten(1, (n, self.group)).transpose(0, 1)
                 out[rows].view(n, -1, self.group, head_dim).copy_(y)
         return out
@@ -136,11 +138,18 @@ class SDPA:
             return x[:, plan.first_slot :]
         return gather(x, plan.gather_rows, self.page_size)
 
-    def attend_block(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend_block(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+    ) -> Tensor:
         """q (n_kv_head, rows, head_dim), k and v (n_kv_head, keys, head_dim), `mask` as made above
         -> (n_kv_head, rows, head_dim)"""
         # torch's CPU kernel is slow for one query in 16 bits: two of them take half the time
         twice = q.shape[1] == 1 and q.dtype in SIXTEEN_BITS and not q.is_cuda
-        rows = q.expand(-1, 2, -1) if twice else q
-        y = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask)[0]
+        if twice:
+            q = q.expand(-1, 2, -1)
+        y = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
         return y[:, :1] if twice else y
