@@ -165,8 +165,12 @@ class Engine:
             raise ValueError(f"request_id={request_id}: no such request, or it has ended")
         completion = self.text.complete(request)
         completion.finish_reason = "abort"
-        self.scheduler.finish(request, "abort")
+        self.running_in(request_id).finish(request, "abort")
         return completion
+
+    def running_in(self, request_id: int) -> Scheduler:
+        """The scheduler under which a request runs; any, if it waits."""
+        return self.scheduler
 
     def step(self) -> list[Event]:
         """Run one iteration and return an Event for each new token; [] if there is nothing to do.
@@ -194,10 +198,11 @@ class Engine:
 
         A second call changes nothing more, see Scheduler.advance."""
         batch, tokens, iteration = computed
+        scheduler = self.schedulers[iteration.micro_batch]
         events = []
-        for request, token in self.scheduler.advance(batch, tokens, iteration.end):
+        for request, token in scheduler.advance(batch, tokens, iteration.end):
             if not request.finish_reason and self.text.has_stop(request):
-                self.scheduler.finish(request, "stop")
+                scheduler.finish(request, "stop")
             completion = self.text.complete(request) if request.finish_reason else None
             events.append(Event.of(request, token, completion))
         self.last_iteration = iteration

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import attention
 from attention import sdpa
 from attention.cpu_matmul import Matmul
-from attention.gather import gather, page_rows
+from attention.pages import gather
 from attention.plan import staircase
 from attention.sdpa import SDPA
 from engine import Engine
@@ -272,21 +272,6 @@ def test_slots_and_pages_are_the_formula_token_by_token(data, page_size):
     assert (span.length, span.end) == (len(expected), end)
     used = [page for i, page in enumerate(pages) if i * page_size < end]
     assert span.used_pages(page_size) == used
-
-
-@by_layout
-@pytest.mark.parametrize("n_kv_head", [1, 2, 4])
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_gather_copies_exactly_these_pages(n_kv_head, page_size, position_major):
-    model = tiny_model(n_kv_head=n_kv_head)
-    cache = poisoned_cache(model, 7, page_size, position_major=position_major)
-    cache.data.copy_(torch.arange(cache.data.numel()).view(cache.data.shape))
-    for pages in ([3], [6, 0], [5, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6], [4, 4]):
-        rows = page_rows(pages, cache)
-        for x in cache.layer(1):
-            in_pages = x.split(page_size, dim=1)
-            expected = torch.cat([in_pages[page] for page in pages], dim=1)
-            assert torch.equal(gather(x, rows.flatten(), page_size), expected)
 
 
 def test_pages_that_follow_each_other_are_read_in_place(monkeypatch):

@@ -98,12 +98,13 @@ class Matmul(SDPA):
         for first, end in tails:
             keys[:, first:end] = 0
             values[:, first:end] = 0
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        together = 0
+        out = q.new_empty(q.shape)
+        first_row = 0
         if decode_plan is not None:
-            together = decode_plan.decodes
-            out[:together] = decode_plan(q[:together], keys, values)
-        self.attend(chunks, q[together:], keys, values, out[together:])
+            first_row = decode_plan.decodes
+            out[:first_row] = decode_plan(q[:first_row], keys, values)
+        rest = slice(first_row, None)
+        self.attend(chunks, q[rest], keys, values, out[rest])
         return out
 
     def attend_block(
@@ -117,13 +118,16 @@ class Matmul(SDPA):
         if mask is None:  # a decode on its own
             return super().attend_block(q, k, v, mask)
         scores = self.scores(q, k)
-        scores[..., k.shape[1] - mask.shape[-1] :] += mask
+        first_column = k.shape[1] - mask.shape[1]
+        scores[..., first_column:] += mask
         return torch.bmm(scores.softmax(-1), v)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """q (n, rows, head_dim), k (n, keys, head_dim) -> (n, rows, keys)"""
-        scores = q.new_empty(*q.shape[:2], k.shape[1])
-        return scores.baddbmm_(q, k.transpose(1, 2), beta=0, alpha=self.head_dim**-0.5)
+        n, rows, head_dim = q.shape
+        scores = q.new_empty(n, rows, k.shape[1])
+        keys = k.transpose(1, 2)
+        return scores.baddbmm_(q, keys, beta=0, alpha=head_dim**-0.5)
 
 
 class Group(NamedTuple):

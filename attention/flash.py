@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attention.fallback import check_gpu, probe
+from attention.pages import padded_tables
 from attention.plan import to_device
 from kv_cache import KVCache
 from pretrained.geometry import GPTConfig
@@ -100,11 +101,13 @@ class Flash:
     def plan(self, chunks: Sequence[Chunk]) -> FlashPlan:
         """The plan of a batch, see plan.AttentionBackend."""
         decodes = list(takewhile(lambda chunk: chunk.length == 1, chunks))
-        groups = [group for group in (decodes, chunks[len(decodes) :]) if group]
-        numbers = [self.call_numbers(group) for group in groups]
-        lists = list(chain.from_iterable(numbers))
-        flat = list(chain.from_iterable(lists))
-        on_device = to_device(flat, self.device, torch.int32)  # all in one transfer
+        prefills = chunks[len(decodes) :]
+        groups = [group for group in (decodes, prefills) if group]
+        lists = []
+        for group in groups:
+            lists += self.call_numbers(group)
+        numbers = list(chain.from_iterable(lists))
+        on_device = to_device(numbers, self.device, torch.int32)  # all in one transfer
         tensors = iter(on_device.split([len(each) for each in lists]))
         calls = []
         for group in groups:
@@ -129,9 +132,6 @@ class Flash:
         if not self.paged and not (is_decode and self.page_size % FLASH_PAGE == 0):
             starts = [chunk.pages[0] * self.page_size for chunk in chunks]
             return [cu_seqlens_q, [*starts, 0], seqused_k, []]
-        width = -(-self.max_len // self.page_size)
-        tables: list[int] = []
-        for chunk in chunks:
-            pages = chunk.used_pages(self.page_size)
-            tables += pages + [0] * (width - len(pages))
-        return [cu_seqlens_q, [0] * (len(chunks) + 1), seqused_k, tables]
+        tables = padded_tables(chunks, self.page_size, self.max_len)
+        cu_seqlens_k = [0] * len(cu_seqlens_q)
+        return [cu_seqlens_q, cu_seqlens_k, seqused_k, list(chain.from_iterable(tables))]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.gather import gather, rows_of_scattered
+from attention.pages import gather, rows_of_scattered
 from attention.plan import SIXTEEN_BITS, AttentionPlan, staircase
 from kv_cache import KVCache
 from pretrained.geometry import GPTConfig
@@ -116,7 +116,7 @@ class SDPA:
     ) -> Tensor:
         """Attention of these chunks, written to `out` if given; shapes as in AttentionPlan."""
         if out is None:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            out = q.new_empty(q.shape)
         head_dim = q.shape[2]
         for plan in plans:
             k = self.keys_of(plan, keys)

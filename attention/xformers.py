@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention.decode_sizes import padded_size
 from attention.fallback import check_gpu, probe
-from attention.gather import gather, page_rows
+from attention.pages import gather, padded_tables, page_rows
 from attention.plan import AttentionPlan, to_device
 from kv_cache import KVCache
 from pretrained.geometry import GPTConfig
@@ -86,7 +86,9 @@ class XFormers:
 
     def plan_decodes(self, decodes: Sequence[Chunk]) -> Call:
         """The call of some decodes, the first rows of q."""
-        padding = padded_size(len(decodes)) - len(decodes) if self.pads_decodes else 0
+        padding = 0
+        if self.pads_decodes:
+            padding = padded_size(len(decodes)) - len(decodes)
         padded = [*decodes, *padding * [PADDING]]
         if self.paged:
             mask = paged_bias(padded, self.page_size, self.cache.max_len, self.device)
@@ -111,14 +113,20 @@ class XFormers:
         mask = gappy_bias(chunks, pages, self.page_size, self.device)
         return Call(slice(first_row, None), mask, self.chunk_operator, gather_rows)
 
-    def attend(self, calls: Sequence[Call], q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(
+        self,
+        calls: Sequence[Call],
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
         """Attention of all rows of q, in the `calls` of a plan; shapes as in AttentionPlan."""
         parts = []
         for call in calls:
             q_rows = q[None, call.rows].unflatten(2, (-1, self.group))
             # q_rows (1, n, n_kv_head, group, head_dim)
             if call.padding:
-                q_rows = F.pad(q_rows, (0, 0, 0, 0, 0, 0, 0, call.padding))
+                q_rows = F.pad(q_rows, 7 * [0] + [call.padding])
             k = self.merge(call, keys)
             v = self.merge(call, values)
             inputs = self.inputs(q_rows, k, v, attn_bias=call.mask)
@@ -167,9 +175,10 @@ def gappy_bias(
     Each chunk sees its own keys, from its first page on, causally, aligned at its last query."""
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalWithOffsetGappyKeysMask
 
+    starts = [chunk.pages[0] * page_size for chunk in chunks]
     mask = BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(
         q_seqlen=[chunk.length for chunk in chunks],
-        kv_seqstarts=[chunk.pages[0] * page_size for chunk in chunks] + [pages * page_size],
+        kv_seqstarts=[*starts, pages * page_size],
         kv_seqlen=[chunk.end for chunk in chunks],
         device=device,
     )
@@ -187,12 +196,11 @@ def paged_bias(
     """xformers' mask of some decodes over all pages, which it finds through their block tables."""
     from xformers.ops.fmha.attn_bias import PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
 
-    width = -(-max_len // page_size)  # the same in every iteration: Triton compiles one for each
-    rows = [(chunk.used_pages(page_size) + [0] * width)[:width] for chunk in decodes]
+    tables = padded_tables(decodes, page_size, max_len)  # Triton compiles one kernel for each width
     return PagedBlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
         q_seqlen=[1] * len(decodes),
         kv_seqlen=[chunk.end for chunk in decodes],
-        block_tables=to_device(rows, device, torch.int32),
+        block_tables=to_device(tables, device, torch.int32),
         page_size=page_size,
         device=device,
     )

@@ -1,4 +1,4 @@
-"""What lies where in this repository, and which packages it needs. The rest is ruff's."""
+"""Which packages the files of this repository need."""
 
 import ast
 import re
@@ -8,7 +8,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 HIDDEN_OR_FOREIGN = re.compile(r"(^|/)(\.|__pycache__|results/)")
-PROGRAMS_OF_TESTS = {"beside.py", "rank_program.py", "test_lockstep.py"}
 
 
 @cache
@@ -24,19 +23,15 @@ def paths_of_tests():
     return {path for path in python() if re.search(r"(^|/)(tests/|test_|conftest)", path)}
 
 
-def imported_modules(nodes):
-    """The dotted names that some statements import, as far as they can be modules."""
+def imported_packages(nodes):
+    """The packages that some statements import from."""
     for node in nodes:
+        modules = []
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def is_main_check(node):
-    """Whether a statement is `if __name__ == ...`."""
-    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+            modules = [node.module or ""]
+        yield from (module.partition(".")[0] for module in modules)
 
 
 def test_the_files_are_found():
@@ -58,10 +53,8 @@ def foreign_imports(paths, *, late):
     pairs = set()
     for path in paths:
         tree = python()[path]
-        for module in imported_modules(ast.walk(tree) if late else tree.body):
-            package, _, _ = module.partition(".")
-            if package not in ours:
-                pairs.add((path, package))
+        packages = set(imported_packages(ast.walk(tree) if late else tree.body))
+        pairs |= {(path, package) for package in packages - ours}
     return pairs
 
 
@@ -81,17 +74,3 @@ def test_each_package_that_is_imported_is_required():
     for paths, packages in ((code, serving), (python().keys(), testing)):
         imports = foreign_imports(paths, late=True)
         assert {name for _, name in imports} - packages <= brought | of_others
-
-
-def test_the_folder_of_tests_holds_tests_and_their_helpers():
-    here = {path: tree for path, tree in python().items() if path.startswith("tests/")}
-    tests = {path for path in here if Path(path).name.startswith("test_")}
-    imported = {
-        name for path in paths_of_tests() for name in imported_modules(ast.walk(python()[path]))
-    }
-    others = {path for path in here if Path(path).name not in ("__init__.py", "conftest.py")}
-    for path in others - tests:
-        module = path.removesuffix(".py").replace("/", ".")
-        assert module in imported or Path(path).name in PROGRAMS_OF_TESTS, f"{path}: unused"
-    programs = {path for path, tree in here.items() if any(map(is_main_check, tree.body))}
-    assert {Path(path).name for path in programs} <= PROGRAMS_OF_TESTS

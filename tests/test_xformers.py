@@ -1,4 +1,4 @@
-"""Attention by xformers: its masks are Figure 6, and its plan is that of torch.
+"""Attention by xformers computes what torch's does, from the masks that it is given.
 
 Stand-ins that follow xformers' contract take the place of its operators. See also cuda/."""
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
-from attention import SDPA, fallback, xformers
+from attention import SDPA, fallback
 from attention.decode_sizes import padded_size, padded_sizes
 from attention.xformers import XFormers
 from engine import Engine
@@ -18,30 +18,9 @@ from kv_cache import slot_mapping
 from model import FlatBatch
 from policies import POLICIES
 from sampling import SamplingParams, sample
-from test_equivalence import a_span, close, figure_6
+from test_equivalence import a_span, close
 from tests.cuda.batches import on_cuda
 from tests.helpers import poisoned_cache, tiny_model
-
-CHUNKS = [  # (pages, start, length) of each, in pages of 12 tokens
-    [([0], 0, 4)],
-    [([0], 4, 4)],
-    [([0], 8, 4)],
-    [([3], 6, 1), ([0], 0, 1), ([2], 9, 1)],
-    [([4], 5, 2), ([1], 0, 12), ([2], 3, 9)],
-]
-
-
-@pytest.mark.parametrize("chunks", CHUNKS)
-def test_xformers_mask_is_figure_6_in_every_page(chunks):
-    rows = []
-    for (page,), start, length in chunks:
-        row = torch.zeros(length, 60, dtype=torch.bool)
-        row[:, page * 12 : page * 12 + start + length] = figure_6(start, length)
-        rows.append(row)
-    expected = torch.cat(rows)
-    mask = xformers.gappy_bias([a_span(*chunk) for chunk in chunks], pages=5, page_size=12)
-    assert torch.equal(mask.materialize(expected.shape) == 0, expected)
-    assert mask.k_seqinfo.max_seqlen == 12  # always, or Triton would compile in each iteration
 
 
 def seen_by_split_k(mask, slots):
@@ -53,35 +32,6 @@ def seen_by_split_k(mask, slots):
     for row, table, length in zip(seen, mask.block_tables.tolist(), lengths, strict=True):
         row[slot_mapping(table, mask.page_size, 0, length)] = True
     return seen
-
-
-DECODES = [  # in pages of 4 tokens
-    [([4], 0, 1)],
-    [([0], 0, 1)],
-    [([2, 0], 7, 1), ([3, 4], 4, 1)],
-    [([0, 5, 2], 8, 1), ([1], 3, 1), ([4, 3], 5, 1)],
-    [([5, 1, 2], 2, 1)],  # has pages to grow into
-]
-
-
-@pytest.mark.parametrize("decodes", DECODES)
-def test_paged_mask_is_figure_6_in_every_block_table(decodes):
-    n = len(decodes)
-    expected = torch.zeros(n, 24, dtype=torch.bool)
-    for row, (pages, start, length) in zip(expected, decodes, strict=True):
-        row[slot_mapping(pages, 4, 0, start + 1)] = figure_6(start, length)[0]
-    mask = xformers.paged_bias([a_span(*span) for span in decodes], page_size=4, max_len=12)
-    assert torch.equal(seen_by_split_k(mask, 24), expected)
-    assert mask.block_tables.dtype == torch.int32
-    assert mask.block_tables.is_contiguous()
-    assert mask.block_tables.shape == (n, 3)  # always, or Triton would compile in each iteration
-    assert mask.k_seqinfo.padding == 12
-    assert mask.q_seqinfo.seqstart.tolist() == list(range(n + 1))
-    if not any(0 in pages for pages, *_ in decodes):  # where xformers' own reading can be read
-        own_mask = mask.materialize((n, 12 * n)) == 0
-        width = own_mask.shape[1]
-        assert torch.equal(own_mask, expected[:, :width])
-        assert not expected[:, width:].any()
 
 
 @pytest.mark.slow

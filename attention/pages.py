@@ -1,4 +1,4 @@
-"""Copies of scattered pages, side by side, for kernels that know no block tables."""
+"""What kernels need to know of pages: block tables, or where pages are copied side by side."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,27 @@ from torch import Tensor
 
 from attention.plan import to_device
 from kv_cache import KVCache
+from request import Chunk
+
+
+def padded_tables(chunks: Sequence[Chunk], page_size: int, max_len: int) -> list[list[int]]:
+    """The block tables of some chunks, padded with 0 to the pages of max_len tokens: the same width
+    in every iteration."""
+    width = -(-max_len // page_size)
+    tables = []
+    for chunk in chunks:
+        pages = chunk.used_pages(page_size)
+        padding = [0] * (width - len(pages))
+        tables.append(pages + padding)
+    return tables
 
 
 def page_rows(pages: Sequence[int], cache: KVCache) -> Tensor:
     """The rows that `gather` copies for these pages. The last dimension goes with `pages`."""
     rows = to_device(pages, cache.data.device)
-    if cache.layer(0)[0].is_contiguous():  # head h keeps page p in row h * cache.pages + p
-        heads = torch.arange(cache.data.shape[2], device=rows.device)
+    keys, _ = cache.layer(0)
+    if keys.is_contiguous():  # head h keeps page p in row h * cache.pages + p
+        heads = torch.arange(len(keys), device=rows.device)
         rows = heads[:, None] * cache.pages + rows
     return rows
 
