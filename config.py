@@ -10,7 +10,7 @@ from errors import INT64_MAX, QueueFull, check_bool, check_names, check_sizes, c
 from kv_cache import Pages
 from policies import check_options, find_policy, make_scheduler, policy_options
 from policies.pages import make_pages
-from runtime.memory import ModelLike, fill_in
+from runtime.memory import CUDA_TILE, ModelLike, fill_in
 from scheduler import Scheduler
 
 MAX_PAGES = 2**28  # they take some gigabytes to count
@@ -56,7 +56,16 @@ class EngineConfig:
 
     def for_model(self, model: ModelLike) -> Self:
         """The same with all numbers filled in. Raises ValueError if model or memory forbid it."""
-        return fill_in(self, model)
+        sizes = fill_in(
+            model,
+            max_batch=self.max_batch,
+            max_len=self.max_len,
+            page_size=self.page_size,
+            pages=self.pages,
+            prefix_caching=self.prefix_caching,
+        )
+        filled = replace(self, **sizes)
+        return filled.with_tile(CUDA_TILE) if model.device.type == "cuda" else filled
 
     def check_queue(self, waiting: int) -> None:
         """Raise QueueFull if so many requests wait that no other may."""

@@ -25,7 +25,7 @@ from model import GPT, FlatBatch
 from policies.observers import Iteration
 from policies.priority import make_service
 from request import Batch, Completion, Event, Request
-from runtime.runner import Runner, warm_up
+from runtime.runner import Runner
 from runtime.text import Prompt, Text, Tokenizer, params_of_each
 from sampling import SamplingParams
 from scheduler import Scheduler
@@ -69,7 +69,6 @@ class Engine:
         check_type("config", config, EngineConfig | None, "an EngineConfig")
         check_type("clock", clock, Callable, "a function that returns seconds")
         self.text = Text(tokenizer)
-        self.tokenizer = tokenizer
         if config is None:
             config = EngineConfig(**fields)
         elif fields:
@@ -166,8 +165,12 @@ class Engine:
             raise ValueError(f"request_id={request_id}: no such request, or it has ended")
         completion = self.text.complete(request)
         completion.finish_reason = "abort"
-        self.scheduler.finish(request, "abort")
+        self.running_in(request_id).finish(request, "abort")
         return completion
+
+    def running_in(self, request_id: int) -> Scheduler:
+        """The scheduler under which a request runs; any, if it waits."""
+        return self.scheduler
 
     def step(self) -> list[Event]:
         """Run one iteration and return an Event for each new token; [] if there is nothing to do.
@@ -195,10 +198,11 @@ class Engine:
 
         A second call changes nothing more, see Scheduler.advance."""
         batch, tokens, iteration = computed
+        scheduler = self.schedulers[iteration.micro_batch]
         events = []
-        for request, token in self.scheduler.advance(batch, tokens, iteration.end):
+        for request, token in scheduler.advance(batch, tokens, iteration.end):
             if not request.finish_reason and self.text.has_stop(request):
-                self.scheduler.finish(request, "stop")
+                scheduler.finish(request, "stop")
             completion = self.text.complete(request) if request.finish_reason else None
             events.append(Event.of(request, token, completion))
         self.last_iteration = iteration
@@ -262,13 +266,23 @@ class Engine:
             raise
 
     def _drop_all(self, next_id: int) -> None:
-        self._computed = None
-        self.scheduler.journal.clear()
+        self.drop(list(self.scheduler.requests.values()))
         self._next_id = next_id
 
     def warm_up(self) -> None:
-        """Serve a few requests and forget them, so that page faults and compilations are over."""
-        warm_up(self)
+        """Serve the longest prompt, then as many requests as may run, and forget them, so that page
+        faults and compilations are over."""
+        self.drop([])  # what the cache holds is lost
+        max_batch = self.scheduler.max_batch
+        self.runner.warm_up(max_batch)
+        pages, _, max_len = self.config.cache_sizes
+        max_output = max_len - 1
+        long_prompt = [0] * max(1, max_output - 1)
+        self.generate([long_prompt], SamplingParams(min(2, max_output)), progress=False)
+        count = min(max_batch, pages, self.config.max_waiting or max_batch)  # each has a page
+        params = [SamplingParams(min(n + 2, max_output)) for n in range(count)]
+        self.generate([[0]] * count, params, progress=False)
+        self.drop([])  # none of this is found later
         self._next_id = 0
 
     def drop(self, requests: Iterable[Request]) -> None:

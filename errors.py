@@ -87,7 +87,11 @@ def check_whole(name: str, value: object, minimum: int, maximum: int = INT64_MAX
 
 
 def check_number(
-    name: str, value: object, allowed: str, minimum: float = -LARGEST, maximum: float = LARGEST
+    name: str,
+    value: object,
+    allowed: str,
+    minimum: float = -LARGEST,
+    maximum: float = LARGEST,
 ) -> float:
     """`value` as a float. Raises ValueError, with the text `allowed`, if it is out of limits."""
     with suppress(OverflowError, TypeError):  # 10**400; timedelta64 of numpy calls itself integral
@@ -116,8 +120,10 @@ def check_list(name: str, value: object, allowed: str) -> list[Any]:
         # an array without dimensions, a tensor without values, a range that has no length
         with suppress(TypeError, RuntimeError, OverflowError):
             if len(value) <= LONGEST_LIST:
-                elements: Any = value  # an array of numpy, a tensor of torch, or another
-                return elements.tolist() if hasattr(elements, "tolist") else list(elements)
+                elements: Any = value
+                if hasattr(elements, "tolist"):  # an array of numpy, a tensor of torch
+                    return elements.tolist()
+                return list(elements)
             limit = f" with at most {LONGEST_LIST} elements"
     raise wrong(name, value, f"{allowed}{limit}")
 
@@ -135,8 +141,9 @@ def check_whole_list(name: str, value: object, allowed: str) -> list[int]:
 def check_token_ids(name: str, value: object) -> tuple[int, ...]:
     """`value`, in any order, as a tuple of ints. Raises ValueError unless it has token ids only."""
     allowed = "a list of token ids"
-    elements = list(value) if isinstance(value, Set) else value
-    token_ids = check_whole_list(name, elements, allowed)
+    if isinstance(value, Set):
+        value = list(value)
+    token_ids = check_whole_list(name, value, allowed)
     if min(token_ids, default=0) < 0:
         raise wrong(name, value, allowed)
     return tuple(token_ids)

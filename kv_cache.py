@@ -15,12 +15,13 @@ without. Read next: attention/, which reads the cache."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:  # a scheduler needs Pages, and no torch
     import torch
     from torch import Tensor
 
+    from pretrained.geometry import GPTConfig
     from request import Request
 
 
@@ -36,7 +37,7 @@ def slot_mapping(pages: Sequence[int], page_size: int, start: int, end: int) -> 
     return slots
 
 
-def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+def kv_bytes_per_token(config: GPTConfig, dtype: torch.dtype) -> int:
     """Bytes of the keys and values of one token in all layers (m_kv in SARATHI §4.3.1)."""
     return config.n_layer * 2 * config.n_kv_head * config.head_dim * dtype.itemsize
 
@@ -50,7 +51,7 @@ class KVCache:
 
     def __init__(
         self,
-        config: Any,
+        config: GPTConfig,
         pages: int,
         page_size: int,
         device: torch.device | str = "cpu",

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attention
-from attention import paged
+from attention import sdpa
 from attention.cpu_matmul import Matmul
-from attention.paged import PagedSDPA, gather, page_rows
+from attention.pages import gather
 from attention.plan import staircase
 from attention.sdpa import SDPA
 from engine import Engine
@@ -70,14 +70,15 @@ def prefill(model, tokens, chunk=None, page_size=None, scattered=False, position
     """Logits of every prompt token, (len(tokens), vocab_size), `chunk` tokens at a time or all at
     once; without a `page_size` in one page."""
     n = len(tokens)
-    chunk = chunk or len(tokens)
+    chunk = chunk or n
     page_size = page_size or n
     [table] = block_tables([-(-n // page_size)], scattered)
     cache = poisoned_cache(model, 2 * len(table), page_size, n, position_major)
-    spans = [
-        lone_chunk(table, start, tokens[start : start + chunk]) for start in range(0, n, chunk)
-    ]
-    return torch.cat([run(model, cache, [span], all_rows=True) for span in spans])
+    logits = []
+    for start in range(0, n, chunk):
+        span = lone_chunk(table, start, tokens[start : start + chunk])
+        logits.append(run(model, cache, [span], all_rows=True))
+    return torch.cat(logits)
 
 
 def by_definition(model, tokens):
@@ -99,7 +100,9 @@ def by_definition(model, tokens):
         if c.family == "llama":  # RoPE turns pairs of dimensions, read as complex numbers
             turned = [torch.complex(*y.chunk(2, dim=-1)) * turn for y in (q, k)]
             q, k = (torch.cat([y.real, y.imag], dim=-1) for y in turned)
-        k, v = (y.repeat_interleave(c.n_head // c.n_kv_head, dim=1) for y in (k, v))
+        group = c.n_head // c.n_kv_head
+        k = k.repeat_interleave(group, dim=1)
+        v = v.repeat_interleave(group, dim=1)
         scores = torch.einsum("ihd, jhd -> hij", q, k) / c.head_dim**0.5
         scores = scores.masked_fill(~figure_6(0, n), float("-inf"))
         x = block.finish(x, torch.einsum("hij, jhd -> ihd", scores.softmax(dim=-1), v))
@@ -137,7 +140,7 @@ def test_chunks_in_pages_equal_full_prefill(model, n, page_size, sizes, scattere
 def test_chunks_longer_than_a_query_block_equal_full_prefill(model, monkeypatch):
     tokens = tokens_of(model, 300)
     with monkeypatch.context() as patch:
-        patch.setattr(attention.sdpa, "QUERY_BLOCK", 512)  # the whole prompt is one block
+        patch.setattr(sdpa, "QUERY_BLOCK", 512)  # the whole prompt is one block
         full = prefill(model, tokens)
     for chunk in (1, 127, 128, 129, 200, 256, 300):
         close(prefill(model, tokens, chunk), full)
@@ -152,37 +155,32 @@ def test_rows_go_through_a_layer_in_pieces_without_a_trace():
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64, 70])
 def test_hybrid_batch_in_scattered_pages_equals_its_parts(model, page_size):
     # three decode, two are in the middle, one begins
-    lengths = (9, 70, 1, 30, 17, 64)
-    num_cached = (8, 69, 0, 11, 16, 3)
-    prompts = [tokens_of(model, n, n) for n in lengths]
+    lengths = [9, 70, 1, 30, 17, 64]
+    computed = [8, 69, 0, 11, 16, 3]
+    prompts = [tokens_of(model, n, seed=n) for n in lengths]
     tables = block_tables([-(-n // page_size) for n in lengths], scattered=True)
-    tables[1] = sorted(tables[1])  # pages in order, but not side by side
-    spans = [
-        lone_chunk(table, n, prompt[n:])
-        for prompt, table, n in zip(prompts, tables, num_cached, strict=True)
-    ]
-    ends = [-(-s.end // page_size) * page_size for s in spans]  # of the last pages
-    own_slots = [
-        i
-        for s, end in zip(spans, ends, strict=True)
-        for i in slot_mapping(s.pages, page_size, s.start, end)
-    ]
-    expected = [prefill(model, prompt)[n:] for prompt, n in zip(prompts, num_cached, strict=True)]
-    rows = sorted(range(len(spans)), key=lambda i: spans[i].length > 1)  # decodes first
+    tables[1].sort()  # pages in order, but not side by side
+    rows = list(zip(prompts, tables, computed, strict=True))
+    rows.sort(key=lambda row: len(row[0]) - row[2] > 1)  # decodes first
+    spans = [lone_chunk(table, n, prompt[n:]) for prompt, table, n in rows]
+    expected = [prefill(model, prompt)[n:] for prompt, _, n in rows]
     caches = []
     for position_major in (False, True):
         cache = poisoned_cache(model, 2 * sum(map(len, tables)), page_size, 70, position_major)
-        for prompt, table, n in zip(prompts, tables, num_cached, strict=True):
+        for prompt, table, n in rows:
             if n:
                 run(model, cache, [lone_chunk(table, 0, prompt[:n])])
         before = cache.data.clone()
         parts = copy.deepcopy(cache)
-        close(run(model, cache, spans, all_rows=True), torch.cat([expected[i] for i in rows]))
+        close(run(model, cache, spans, all_rows=True), torch.cat(expected))
         for span, logits in zip(spans, expected, strict=True):
             close(run(model, parts, [span]), logits[-1:])
         close(cache.data, parts.data, equal_nan=True)
-        before[:, :, :, own_slots] = cache.data[:, :, :, own_slots]
-        close(cache.data, before, atol=0, equal_nan=True)  # nothing else was touched
+        for span in spans:  # nothing else was touched: the rest of a page may have been cleared
+            page_end = -(-span.end // page_size) * page_size
+            slots = slot_mapping(span.pages, page_size, span.start, page_end)
+            before[:, :, :, slots] = cache.data[:, :, :, slots]
+        close(cache.data, before, atol=0, equal_nan=True)
         caches.append(cache)
     close(caches[0].data, caches[1].data, equal_nan=True)
     assert caches[0].data.stride() != caches[1].data.stride() or model.config.n_kv_head == 1
@@ -203,12 +201,13 @@ def test_a_flat_batch_has_decodes_first_and_only_the_logits_asked_for():
 
 @pytest.fixture(scope="module")
 def requests(model):
-    """(prompt, params, what it must yield) of some requests."""
-    sizes = [(1, 9), (30, 1), (7, 12), (2, 5), (45, 3), (16, 8), (8, 2)]  # prompt, output
-    prompts_and_params = [
-        (tokens_of(model, n, n), SamplingParams(max_new_tokens=out)) for n, out in sizes
-    ]
-    return [(prompt, params, alone(model, prompt, params)) for prompt, params in prompts_and_params]
+    """(prompts, params, what they must yield) of some requests."""
+    lengths = [1, 30, 7, 2, 45, 16, 8]
+    outputs = [9, 1, 12, 5, 3, 8, 2]
+    prompts = [tokens_of(model, n, seed=n) for n in lengths]
+    params = [SamplingParams(max_new_tokens=n) for n in outputs]
+    pairs = zip(prompts, params, strict=True)
+    return prompts, params, [alone(model, *pair) for pair in pairs]
 
 
 @pytest.mark.parametrize("page_size, pages", [(64, 3), (16, 5), (4, 17), (1, 70)])
@@ -216,13 +215,20 @@ def requests(model):
 def test_greedy_tokens_are_the_same_under_every_policy_and_alone(
     model, requests, policy, page_size, pages, monkeypatch
 ):
-    sizes = dict(chunk=8, max_batch=3, max_len=64, page_size=page_size, pages=pages)
-    engine = Engine(model, policy=policy, **sizes)
+    engine = Engine(
+        model,
+        policy=policy,
+        chunk=8,
+        max_batch=3,
+        max_len=64,
+        page_size=page_size,
+        pages=pages,
+    )
     forward = GPT.forward
     monkeypatch.setattr(GPT, "forward", lambda *args: poison(engine) or forward(*args))
-    prompts, params, expected = zip(*requests, strict=True)
+    prompts, params, expected = requests
     completions = engine.generate(prompts, params, progress=False)
-    assert [c.tokens for c in completions] == list(expected)
+    assert [c.tokens for c in completions] == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -241,14 +247,6 @@ def test_sixteen_bits_lose_no_more_than_rounding(model, dtype):
         assert small.rope.dtype == rounded.to(dtype).rope.dtype == torch.float32
 
 
-def test_compile_takes_both_halves_of_every_layer(monkeypatch):
-    model = tiny_model()
-    compiled = []
-    monkeypatch.setattr(torch, "compile", lambda f, dynamic: compiled.append(f) or f)
-    model.compile()
-    assert [f.__name__ for f in compiled] == ["project", "finish"] * model.config.n_layer
-
-
 @pytest.mark.slow  # and needs a C++ compiler
 def test_compiled_model_gives_the_same_logits():
     model = tiny_model(dtype=torch.float32, n_layer=1)
@@ -265,53 +263,36 @@ def test_compiled_model_gives_the_same_logits():
 @settings(deadline=None)
 def test_slots_and_pages_are_the_formula_token_by_token(data, page_size):
     pages = data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=9, unique=True))
-    start = data.draw(st.integers(0, len(pages) * page_size))
-    end = data.draw(st.integers(start, len(pages) * page_size))
+    end = data.draw(st.integers(0, len(pages) * page_size))
+    start = data.draw(st.integers(0, end))
     expected = [pages[t // page_size] * page_size + t % page_size for t in range(start, end)]
-    assert slot_mapping(pages, page_size, start, end) == expected
-    pages += [99]  # to grow into
-    assert slot_mapping(pages, page_size, start, end) == expected
-    span = lone_chunk(pages, start, [0] * (end - start))
+    table = [*pages, 99]  # with a page to grow into
+    assert slot_mapping(table, page_size, start, end) == expected
+    span = a_span(table, start, end - start)
     assert (span.length, span.end) == (len(expected), end)
     used = [page for i, page in enumerate(pages) if i * page_size < end]
     assert span.used_pages(page_size) == used
 
 
-@by_layout
-@pytest.mark.parametrize("n_kv_head", [1, 2, 4])
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_gather_copies_exactly_these_pages(n_kv_head, page_size, position_major):
-    model = tiny_model(n_kv_head=n_kv_head)
-    cache = poisoned_cache(model, 7, page_size, position_major=position_major)
-    cache.data.copy_(torch.arange(cache.data.numel()).view(cache.data.shape))
-    for pages in ([3], [6, 0], [5, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6], [4, 4]):
-        rows = page_rows(pages, cache)
-        assert rows.shape[-1] == len(pages)
-        for x in cache.layer(1):
-            expected = torch.cat([x.split(page_size, dim=1)[page] for page in pages], dim=1)
-            assert torch.equal(gather(x, rows.flatten(), page_size), expected)
-            if len(pages) > 1:  # a plan makes the rows of all its chunks at once
-                part = gather(x, rows[..., 1:].flatten(), page_size)
-                assert torch.equal(part, expected[:, page_size:])
-
-
 def test_pages_that_follow_each_other_are_read_in_place(monkeypatch):
     model = tiny_model(n_kv_head=2)
+    cache = poisoned_cache(model, 8, page_size=4, max_len=32)
     copied = []
-    cache = poisoned_cache(model, 8, 4, max_len=32)
 
-    def counted(x, rows, size):
-        return copied.append(len(rows)) or gather(x, rows, size)
+    def counted(x, rows, page_size):
+        copied.append(rows)
+        return gather(x, rows, page_size)
 
-    monkeypatch.setattr(paged, "gather", counted)
-    in_pieces = [[5, 1, 6], [1, 0], [3, 5], [3, 4, 6], [4, 3, 5]]
-    tables = [(table, 0) for table in ([2, 3, 4], [7], [0], [3, 4, 5, 6])]
-    for table, copies in [*tables, *((table, 2 * model.config.n_layer) for table in in_pieces)]:
-        del copied[:]
-        run(model, cache, [lone_chunk(table, 0, [1] * (4 * len(table)))])
+    monkeypatch.setattr(sdpa, "gather", counted)
+    in_place = [[2, 3, 4], [7], [0], [3, 4, 5, 6]]
+    scattered = [[5, 1, 6], [1, 0], [3, 5], [3, 4, 6], [4, 3, 5]]
+    for table in in_place + scattered:
+        tokens = 4 * len(table)
+        run(model, cache, [a_span(table, 0, tokens)])
+        run(model, cache, [a_span([*table, 0], tokens - 1, 1)])  # page 0 is not read
+        copies = 2 * 2 * model.config.n_layer if table in scattered else 0
         assert len(copied) == copies
-        run(model, cache, [lone_chunk(table + [0], 4 * len(table) - 1, [1])])  # page 0 is not read
-        assert len(copied) == 2 * copies
+        copied.clear()
 
 
 # the masks
@@ -321,19 +302,25 @@ def test_pages_that_follow_each_other_are_read_in_place(monkeypatch):
 def test_sdpa_mask_is_figure_6(group):
     model = tiny_model(n_kv_head=4 // group)
     backend = SDPA(model.config, poisoned_cache(model, 1, 32))
+    own_keys = Matmul(model.config, poisoned_cache(model, 1, 32))
     assert torch.equal(backend.bias, staircase(32, 32, group, torch.float64))
-    beyond = Matmul(model.config, poisoned_cache(model, 1, 32))
     for start in range(24):
         for length in range(1, 8):
+            end = start + length
             window = backend.bias[: length * group, 32 - start : 32 + length]  # as promised
-            expected = figure_6(start, length).repeat_interleave(group, dim=0)
-            assert torch.equal(window == 0, expected)
-            assert torch.equal(window == float("-inf"), ~expected)
-            mask = backend.mask(start, length, start + length)
+            visible = figure_6(start, length).repeat_interleave(group, dim=0)
+            assert torch.equal(window == 0, visible)
+            assert torch.equal(window == float("-inf"), ~visible)
+            mask = backend.mask(start, length, end)
             assert mask is None if length == 1 else torch.equal(mask, window)
-            wider = beyond.mask(start, length, start + length + 5)  # from the first own key on
+            wider = own_keys.mask(start, length, end + 5)
             assert torch.equal(wider[:, :length], window[:, start:])
-            assert wider.shape[1] == length + 5 and (wider[:, length:] == float("-inf")).all()
+            beyond = wider[:, length:]
+            assert beyond.shape[1] == 5
+            assert (beyond == float("-inf")).all()
+
+
+READERS = [[1] * 9, [2], [3, 3], [5], [5, 1, 2, 3, 1, 1], [1]]
 
 
 @pytest.mark.parametrize("times", [1, 3], ids=["mostly-read", "hardly-read"])
@@ -343,45 +330,55 @@ def test_sdpa_mask_is_figure_6(group):
 def test_decodes_that_share_pages_equal_each_alone(
     n_kv_head, page_size, longest, scattered, times, monkeypatch
 ):
-    """So many decodes each read the same full pages first, and then their own. NaN lies wherever
-    nobody may read, and big numbers behind the tokens of pages that were begun before."""
+    """Some decodes read the same full pages first, and then their own; so does a chunk."""
     monkeypatch.setattr("attention.cpu_matmul.PAGE_BLOCK", 4)
     model = tiny_model(n_kv_head=n_kv_head)
     rng = random.Random(1)
-    for readers in ((1,) * 9, (2,), (3, 3), (5,), (5, 1, 2, 3, 1, 1), (1,)):
-        shared = [rng.randint(0, (longest - 5) // page_size) * (n > 1) for n in readers]
-        ends = [(i, rng.randint(shared[i] * page_size + 1, longest)) for i in whose(readers)]
-        ends += [(0, min(longest, shared[0] * page_size + 3))]  # of a chunk
-        own_pages = [-(-end // page_size) - shared[i] for i, end in ends]
-        pages = sum(shared) + sum(own_pages)
-        order = range(pages + 1)
-        if scattered:
-            order = rng.sample(order, pages + 1)
-        tables = [
-            [order[page] for page in table] for table in block_tables([*shared, *own_pages], False)
-        ]
-        cache = poisoned_cache(model, times * pages + 1, page_size, longest)
-        spans, k, v = [], *cache.layer(0)
-        for (i, end), own_table in zip(ends, tables[len(shared) :], strict=True):
-            spans.append(a_span(tables[i] + own_table, end - 1, 1))
-            page_end = -(-(end - 1) // page_size) * page_size
-            for x in (k, v):
-                x[:, slot_mapping(spans[-1].pages, page_size, end, page_end)] = 1e4
-                slots = slot_mapping(spans[-1].pages, page_size, 0, end)
-                x[:, slots] = torch.randn_like(x[:, slots])
-        start = shared[0] * page_size
-        spans[-1] = a_span(spans[-1].pages, start, ends[-1][1] - start)
-        rows = sum(span.length for span in spans)
+    for readers in READERS:
+        spans, pages = spans_that_share_pages(rng, readers, page_size, longest, scattered)
+        *decodes, chunk = spans
+        cache = poisoned_cache(model, times * pages, page_size, longest)
+        layer = cache.layer(0)
+        for span in spans:
+            fill(layer, span, page_size)
+        rows = len(decodes) + chunk.length
         q = torch.randn(rows, 4, model.config.head_dim, dtype=torch.float64)
-        expected = PagedSDPA(model.config, cache).plan(spans)(q, k, v)
-        n = len(spans) - 1
-        together = Matmul(model.config, cache)
-        close(together.plan(spans)(q, k, v), expected)
-        close(together.plan(spans[:-1])(q[:n], k, v), expected[:n])
-        for i, span in enumerate(spans[:-1]):
-            close(together.plan([span])(q[i : i + 1], k, v), expected[i : i + 1])
+        expected = SDPA(model.config, cache).plan(spans)(q, *layer)
+        backend = Matmul(model.config, cache)
+        close(backend.plan(spans)(q, *layer), expected)
+        n = len(decodes)
+        close(backend.plan(decodes)(q[:n], *layer), expected[:n])
+        for i, decode in enumerate(decodes):
+            close(backend.plan([decode])(q[i : i + 1], *layer), expected[i : i + 1])
 
 
-def whose(counts):
-    """[0, 0, 1] for counts of 2 and 1."""
-    return [i for i, count in enumerate(counts) for _ in range(count)]
+def spans_that_share_pages(rng, readers, page_size, longest, scattered):
+    """Decodes, of which readers[i] share their first pages for each i, and a chunk that shares
+    those of the first; and the number of pages of their cache, one of which nobody has."""
+    prefixes = []  # numbers of shared pages
+    own = []  # (i, end) of each span
+    for i, count in enumerate(readers):
+        prefix = rng.randint(0, (longest - 5) // page_size) if count > 1 else 0
+        prefixes.append(prefix)
+        own += [(i, rng.randint(prefix * page_size + 1, longest)) for _ in range(count)]
+    chunk_start = prefixes[0] * page_size
+    own.append((0, min(longest, chunk_start + 3)))
+    needed = prefixes + [-(-end // page_size) - prefixes[i] for i, end in own]
+    pages = sum(needed) + 1
+    order = rng.sample(range(pages), pages) if scattered else range(pages)
+    tables = [[order[page] for page in table] for table in block_tables(needed, scattered=False)]
+    spans = []
+    for (i, end), own_table in zip(own, tables[len(readers) :], strict=True):
+        spans.append(a_span(tables[i] + own_table, end - 1, 1))
+    spans[-1] = a_span(spans[-1].pages, chunk_start, own[-1][1] - chunk_start)
+    return spans, pages
+
+
+def fill(layer, span, page_size):
+    """Put random keys and values where a span may read, and big numbers behind, if its last page
+    was begun before."""
+    for x in layer:
+        slots = slot_mapping(span.pages, page_size, 0, span.end)
+        x[:, slots] = torch.randn_like(x[:, slots])
+        begun = -(-(span.end - 1) // page_size) * page_size
+        x[:, slot_mapping(span.pages, page_size, span.end, begun)] = 1e4

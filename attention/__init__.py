@@ -18,7 +18,6 @@ import torch
 from attention.cpu_matmul import Matmul
 from attention.fallback import first_that_runs
 from attention.flash import Flash
-from attention.paged import PagedSDPA
 from attention.plan import SIXTEEN_BITS, AttentionBackend
 from attention.sdpa import SDPA
 from attention.xformers import XFormers
@@ -29,12 +28,7 @@ from pretrained.geometry import GPTConfig
 BY_MATMUL = (torch.bfloat16,)  # on a CPU; the scores of float16 could overflow
 
 
-def torch_attention(config: GPTConfig, cache: KVCache) -> AttentionBackend:
-    """That of torch's own kernel."""
-    return SDPA(config, cache) if cache.page_size >= cache.max_len else PagedSDPA(config, cache)
-
-
-ON_CUDA = {"flash": Flash, "xformers": XFormers, "sdpa": torch_attention}  # the fastest first
+ON_CUDA = {"flash": Flash, "xformers": XFormers, "sdpa": SDPA}  # the fastest first
 
 
 def fastest_backend(config: GPTConfig, cache: KVCache) -> AttentionBackend:
@@ -43,7 +37,7 @@ def fastest_backend(config: GPTConfig, cache: KVCache) -> AttentionBackend:
         return first_that_runs(ON_CUDA, config, cache)
     if not cache.data.is_cuda and cache.data.dtype in BY_MATMUL:
         return Matmul(config, cache)
-    return torch_attention(config, cache)
+    return SDPA(config, cache)
 
 
 BACKENDS: dict[str, Callable[[GPTConfig, KVCache], AttentionBackend]] = {

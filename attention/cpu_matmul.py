@@ -18,15 +18,14 @@ brought from rows to slots, so that those of a decode lie side by side; after it
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attention.paged import PagedSDPA
 from attention.plan import AttentionPlan
-from attention.sdpa import ChunkPlan
+from attention.sdpa import SDPA, ChunkPlan
 from kv_cache import KVCache
 from pretrained.geometry import GPTConfig
 from request import Chunk
@@ -37,7 +36,7 @@ PAGE_BLOCK = 16  # and pages that are copied, too
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
-class Matmul(PagedSDPA):
+class Matmul(SDPA):
     """Chunks one by one; all decodes together, each page once for all of its readers.
 
     Keys are read in whole KEY_BLOCKs, the last ones behind a mask. The masked keys and values must
@@ -63,27 +62,28 @@ class Matmul(PagedSDPA):
         """(first slot, end) of the rest of each page that is begun by one of these chunks."""
         tails = []
         for chunk in chunks:
-            page_start = (chunk.end - 1) // self.page_size * self.page_size  # of the last page
+            last_page = (chunk.end - 1) // self.page_size  # of its block table
+            page_start = last_page * self.page_size
             if chunk.start <= page_start:
-                first_slot = chunk.pages[page_start // self.page_size] * self.page_size
-                tails.append((first_slot + chunk.end - page_start, first_slot + self.page_size))
+                first_slot = chunk.pages[last_page] * self.page_size
+                end = first_slot + self.page_size
+                tails.append((first_slot + chunk.end - page_start, end))
         return tails
 
     def plan_decodes(self, decodes: Sequence[Chunk]) -> "DecodePlan | None":
         """The plan of all decodes together, None if they are better computed one by one."""
         if not decodes:
             return None
+        ends = [chunk.end for chunk in decodes]
         tables = [chunk.used_pages(self.page_size) for chunk in decodes]
-        pages = {page for table in tables for page in table}
-        if len(pages) < min(PAGE_BLOCK, self.cache.pages / 2):
+        lengths = [len(table) for table in tables]
+        pages = set(chain.from_iterable(tables))
+        are_few = len(pages) < min(PAGE_BLOCK, self.cache.pages / 2)
+        are_mostly_empty = max(KEY_BLOCK, 2 * max(ends)) < self.page_size  # they are read whole
+        are_unequal = len(tables) * max(lengths) > 8 * sum(lengths)  # all are filled up
+        if are_few or are_mostly_empty or are_unequal:
             return None
-        longest = max(chunk.end for chunk in decodes)
-        if max(KEY_BLOCK, 2 * longest) < self.page_size:  # pages are read whole
-            return None
-        padded = len(tables) * max(map(len, tables))  # all are filled up to the longest
-        if padded > 8 * sum(map(len, tables)):
-            return None
-        return DecodePlan(self, [chunk.end for chunk in decodes], tables)
+        return DecodePlan(self, ends, tables)
 
     def attend_batch(
         self,
@@ -98,26 +98,36 @@ class Matmul(PagedSDPA):
         for first, end in tails:
             keys[:, first:end] = 0
             values[:, first:end] = 0
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        together = 0
+        out = q.new_empty(q.shape)
+        first_row = 0
         if decode_plan is not None:
-            together = decode_plan.decodes
-            out[:together] = decode_plan(q[:together], keys, values)
-        self.attend(chunks, q[together:], keys, values, out[together:])
+            first_row = decode_plan.decodes
+            out[:first_row] = decode_plan(q[:first_row], keys, values)
+        rest = slice(first_row, None)
+        self.attend(chunks, q[rest], keys, values, out[rest])
         return out
 
-    def attend_block(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend_block(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+    ) -> Tensor:
         """As SDPA.attend_block, by two products."""
         if mask is None:  # a decode on its own
             return super().attend_block(q, k, v, mask)
         scores = self.scores(q, k)
-        scores[..., k.shape[1] - mask.shape[-1] :] += mask
+        first_column = k.shape[1] - mask.shape[1]
+        scores[..., first_column:] += mask
         return torch.bmm(scores.softmax(-1), v)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """q (n, rows, head_dim), k (n, keys, head_dim) -> (n, rows, keys)"""
-        scores = q.new_empty(*q.shape[:2], k.shape[1])
-        return scores.baddbmm_(q, k.transpose(1, 2), beta=0, alpha=self.head_dim**-0.5)
+        n, rows, head_dim = q.shape
+        scores = q.new_empty(n, rows, k.shape[1])
+        keys = k.transpose(1, 2)
+        return scores.baddbmm_(q, keys, beta=0, alpha=head_dim**-0.5)
 
 
 class Group(NamedTuple):
@@ -134,7 +144,7 @@ class Group(NamedTuple):
 
 def group_pages(tables: Sequence[Sequence[int]], cache_pages: int) -> list[Group]:
     """Group the pages of these block tables, in a cache of `cache_pages`, by their readers."""
-    readers_of = Counter(page for table in tables for page in table)
+    readers_of = Counter(chain.from_iterable(tables))
     pages_by_readers: dict[int, list[int]] = defaultdict(list)
     for page, count in readers_of.items():
         pages_by_readers[1 << (count - 1).bit_length()].append(page)
@@ -149,7 +159,8 @@ def group_pages(tables: Sequence[Sequence[int]], cache_pages: int) -> list[Group
 
 
 def number_rows(
-    tables: Sequence[Sequence[int]], groups: Sequence[Group]
+    tables: Sequence[Sequence[int]],
+    groups: Sequence[Group],
 ) -> tuple[list[int], list[int]]:
     """(product_row of each slot, owner_slot of each row), see the picture at the top of this file.
 
@@ -177,61 +188,70 @@ class DecodePlan:
     """The plan of some decodes: a product with the keys of all pages, softmax, one with values."""
 
     def __init__(
-        self, backend: Matmul, ends: Sequence[int], tables: Sequence[Sequence[int]]
+        self,
+        backend: Matmul,
+        ends: Sequence[int],
+        tables: Sequence[Sequence[int]],
     ) -> None:
         """`ends` says how many keys each decode sees, `tables` which pages hold them."""
+        self.backend = backend
         self.decodes = len(tables)
-        self.scores = backend.scores
-        self.group = backend.group
-        self.n_kv_head = backend.n_kv_head
-        self.page_size = backend.page_size
-        self.head_dim = backend.head_dim
         self.pages_per_decode = max(map(len, tables))
-        cache_pages = backend.cache.pages
-        groups = group_pages(tables, cache_pages)
-        product_row, owner_slot = map(torch.tensor, number_rows(tables, groups))
-        self.product_row: Tensor = product_row
-        self.gather_rows = [page_rows_of(group, self.n_kv_head, cache_pages) for group in groups]
-        owner_slots = owner_slot.split([group.rows for group in groups])
+        groups = group_pages(tables, backend.cache.pages)
+        product_row, owner_slot = number_rows(tables, groups)
+        owner_slots = torch.tensor(owner_slot).split([group.rows for group in groups])
+        self.product_row = torch.tensor(product_row)
         self.decode_of_row = [slots // self.pages_per_decode for slots in owner_slots]
         self.owner_slots: Sequence[Tensor | None] = owner_slots
+        self.gather_rows = [
+            page_rows_of(group, backend.n_kv_head, backend.cache.pages) for group in groups
+        ]
         # With one page for each decode, and none copied, rows take the place of slots: there is
         # nothing to bring together. Rows without an owner yield NaN, which nobody selects.
         self.rows_are_slots = self.pages_per_decode == 1 and self.gather_rows == [None]
         slot_ends = torch.tensor(ends)
         if self.rows_are_slots:
             self.owner_slots = [None]
-            slot_ends = torch.zeros(len(owner_slot), dtype=slot_ends.dtype)
-            slot_ends.index_copy_(0, product_row, torch.tensor(ends))
-        keys = torch.arange(self.pages_per_decode * self.page_size)
+            slot_ends = slot_ends.new_zeros(len(owner_slot))
+            slot_ends[self.product_row] = torch.tensor(ends)
+        first_keys = torch.arange(self.pages_per_decode) * backend.page_size
+        self.is_page_used = (first_keys < slot_ends[:, None])[..., None]  # or the slot is filled up
+        keys = torch.arange(self.pages_per_decode * backend.page_size)
         hidden = keys >= slot_ends[:, None, None]  # (decodes, 1, keys)
         mask = torch.zeros(hidden.shape, dtype=backend.bias.dtype)
         self.mask = mask.masked_fill_(hidden, float("-inf"))
-        first_keys = torch.arange(self.pages_per_decode) * self.page_size
-        self.is_page_used = (first_keys < slot_ends[:, None])[..., None]  # or the slot is filled up
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Shapes as in plan.AttentionPlan."""
+        backend = self.backend
+        page_size = backend.page_size
         pages = self.pages_per_decode
-        k = keys.reshape(-1, self.page_size, self.head_dim)
-        v = values.reshape(-1, self.page_size, self.head_dim)
+        k = keys.reshape(-1, page_size, backend.head_dim)
+        v = values.reshape(-1, page_size, backend.head_dim)
         # k and v (n_kv_head * pages of the cache, page_size, head_dim)
-        q_of_heads = q.view(len(q), self.n_kv_head, -1).transpose(0, 1)
-        weights = self.multiply(self.scores, q_of_heads, self.decode_of_row, k)
-        # weights (n_kv_head, rows, group, page_size)
+        q_of_heads = q.view(len(q), backend.n_kv_head, -1).transpose(0, 1)
+        scores = self.multiply(backend.scores, q_of_heads, self.decode_of_row, k)
+        # scores (n_kv_head, rows, group, page_size)
         if not self.rows_are_slots:
-            weights = weights.index_select(1, self.product_row)
-        weights = weights.unflatten(1, (-1, pages)).transpose(2, 3).flatten(3).add_(self.mask)
-        weights = weights.softmax(-1)  # (n_kv_head, decodes, group, pages * page_size)
-        weights = weights.unflatten(3, (pages, self.page_size)).transpose(2, 3).flatten(1, 2)
-        y = self.multiply(torch.bmm, weights.flatten(2), self.owner_slots, v).flatten(2)
-        y = y.index_select(1, self.product_row).unflatten(1, (-1, pages))
+            scores = scores.index_select(1, self.product_row)
+        scores = scores.unflatten(1, (-1, pages)).transpose(2, 3).flatten(3)
+        weights = scores.add_(self.mask).softmax(-1)
+        # weights (n_kv_head, decodes, group, pages * page_size)
+        weights = weights.unflatten(3, (pages, page_size))
+        weights = weights.transpose(2, 3).flatten(1, 2).flatten(2)
+        y = self.multiply(torch.bmm, weights, self.owner_slots, v).flatten(2)
+        y = y.index_select(1, self.product_row)
+        y = y.unflatten(1, (-1, pages))
         # y (n_kv_head, decodes, pages, group * head_dim), to be summed over pages
         y = y[:, :, 0] if pages == 1 else (y * self.is_page_used).sum(2)
         return y.transpose(0, 1).reshape(q.shape)
 
     def multiply(
-        self, product: Product, x: Tensor, indices: Sequence[Tensor | None], pages: Tensor
+        self,
+        product: Product,
+        x: Tensor,
+        indices: Sequence[Tensor | None],
+        pages: Tensor,
     ) -> Tensor:
         """product(rows of x, pages) for each group: (n_kv_head, rows, group, ...).
 
@@ -241,8 +261,10 @@ class DecodePlan:
         for index, gather_rows in zip(indices, self.gather_rows, strict=True):
             rows = x if index is None else x.index_select(1, index)
             read = pages if gather_rows is None else pages.index_select(0, gather_rows)
-            out = product(rows.view(len(read), -1, x.shape[2] // self.group), read)
-            parts.append(out.view(self.n_kv_head, -1, self.group, out.shape[-1]))
+            rows = rows.view(len(read), -1, x.shape[2] // self.backend.group)
+            out = product(rows, read)
+            out = out.view(self.backend.n_kv_head, -1, self.backend.group, out.shape[-1])
+            parts.append(out)
         return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 

@@ -21,11 +21,13 @@ def check_gpu(name: str, cache: KVCache) -> None:
 
 def probe(backend: AttentionBackend, config: GPTConfig, cache: KVCache) -> None:
     """Compute a decode and a chunk, in the first and the last page: it fails here if at all."""
-    tokens = [0] * min(2, cache.max_len)
-    chunks = [lone_chunk([0], 0, [0]), lone_chunk([cache.pages - 1], 0, tokens)]
-    shape = (1 + len(tokens), config.n_head, config.head_dim)
-    q = torch.zeros(shape, device=cache.data.device, dtype=cache.data.dtype)
-    backend.plan(chunks)(q, *cache.layer(0))
+    decode = lone_chunk([0], 0, [0])
+    chunk = lone_chunk([cache.pages - 1], 0, [0] * min(2, cache.max_len))
+    rows = decode.length + chunk.length
+    keys, values = cache.layer(0)
+    q = keys.new_zeros(rows, config.n_head, config.head_dim)
+    plan = backend.plan([decode, chunk])
+    plan(q, keys, values)
 
 
 def first_that_runs(

@@ -4,14 +4,15 @@ It calls the operator below `torch.nn.attention.varlen.varlen_attn`. That functi
 masks in a way that keeps the kernel from folding the query heads of a decode that share a KV head.
 It also fills a tensor of random state in each layer, which nothing reads here."""
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, takewhile
+from collections.abc import Sequence
+from itertools import accumulate, chain, islice, takewhile
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attention.fallback import check_gpu, probe
+from attention.pages import padded_tables
 from attention.plan import to_device
 from kv_cache import KVCache
 from pretrained.geometry import GPTConfig
@@ -29,14 +30,6 @@ class Call(NamedTuple):
     seqused_k: Tensor  # (n,), the number of keys of chunk i
     block_table: Tensor | None  # (n, pages of max_len tokens), padded with 0; None: keys in a row
 
-    @classmethod
-    def of(cls, chunks: Sequence[Chunk], tensors: Iterator[Tensor], paged: bool) -> "Call":
-        """The call of these chunks. Takes four of the tensors: those of `call_numbers`."""
-        lengths = [chunk.length for chunk in chunks]
-        cu_seqlens_q, cu_seqlens_k, seqused_k, table = (next(tensors) for _ in range(4))
-        block_table = table.view(len(chunks), -1) if paged else None
-        return cls(sum(lengths), max(lengths), cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
-
 
 class FlashPlan(NamedTuple):
     """Attention for one batch, see plan.AttentionPlan."""
@@ -50,15 +43,20 @@ class FlashPlan(NamedTuple):
         if len(self.calls) == 1:
             return self.attend(self.calls[0], q, keys, values)
         parts = []
-        for call, rows in zip(self.calls, q.split([c.num_tokens for c in self.calls]), strict=True):
-            parts.append(self.attend(call, rows, keys, values))
+        row = 0
+        for call in self.calls:
+            end = row + call.num_tokens
+            parts.append(self.attend(call, q[row:end], keys, values))
+            row = end
         return torch.cat(parts)
 
     def attend(self, call: Call, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attention of the rows of one call."""
-        k, v = keys.transpose(0, 1), values.transpose(0, 1)  # (slots, n_kv_head, head_dim)
+        k = keys.transpose(0, 1)  # (slots, n_kv_head, head_dim)
+        v = values.transpose(0, 1)
         if call.block_table is not None:
-            k, v = k.unflatten(0, (-1, self.page_size)), v.unflatten(0, (-1, self.page_size))
+            k = k.unflatten(0, (-1, self.page_size))
+            v = v.unflatten(0, (-1, self.page_size))
         return torch.ops.aten._flash_attention_forward(
             q,
             k,
@@ -103,34 +101,37 @@ class Flash:
     def plan(self, chunks: Sequence[Chunk]) -> FlashPlan:
         """The plan of a batch, see plan.AttentionBackend."""
         decodes = list(takewhile(lambda chunk: chunk.length == 1, chunks))
-        groups = [group for group in (decodes, chunks[len(decodes) :]) if group]
-        paged = [self.reads_block_tables(group) for group in groups]
-        arguments = []
-        for group, is_paged in zip(groups, paged, strict=True):
-            arguments += self.call_numbers(group, is_paged)
-        flat = [number for numbers in arguments for number in numbers]
-        on_device = to_device(flat, self.device, torch.int32)  # all in one transfer
-        tensors = iter(on_device.split([len(numbers) for numbers in arguments]))
-        calls = [
-            Call.of(group, tensors, is_paged) for group, is_paged in zip(groups, paged, strict=True)
-        ]
+        prefills = chunks[len(decodes) :]
+        groups = [group for group in (decodes, prefills) if group]
+        lists = []
+        for group in groups:
+            lists += self.call_numbers(group)
+        numbers = list(chain.from_iterable(lists))
+        on_device = to_device(numbers, self.device, torch.int32)  # all in one transfer
+        tensors = iter(on_device.split([len(each) for each in lists]))
+        calls = []
+        for group in groups:
+            lengths = [chunk.length for chunk in group]
+            cu_seqlens_q, cu_seqlens_k, seqused_k, tables = islice(tensors, 4)
+            call = Call(
+                num_tokens=sum(lengths),
+                max_q=max(lengths),
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k,
+                seqused_k=seqused_k,
+                block_table=tables.view(len(group), -1) if len(tables) else None,
+            )
+            calls.append(call)
         return FlashPlan(calls, self.page_size, self.max_len)
 
-    def reads_block_tables(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether the call of these chunks follows block tables."""
-        decodes = chunks[0].length == 1
-        return self.paged or (decodes and self.page_size % FLASH_PAGE == 0)
-
-    def call_numbers(self, chunks: Sequence[Chunk], paged: bool) -> list[list[int]]:
+    def call_numbers(self, chunks: Sequence[Chunk]) -> list[list[int]]:
         """The numbers in the four tensors of a Call, in their order."""
-        width = -(-self.max_len // self.page_size)
-        starts = [0] * len(chunks)
-        tables: list[int] = []
-        if paged:
-            for chunk in chunks:
-                pages = chunk.used_pages(self.page_size)
-                tables += pages + [0] * (width - len(pages))
-        else:
+        cu_seqlens_q = [0, *accumulate(chunk.length for chunk in chunks)]
+        seqused_k = [chunk.end for chunk in chunks]
+        is_decode = chunks[0].length == 1
+        if not self.paged and not (is_decode and self.page_size % FLASH_PAGE == 0):
             starts = [chunk.pages[0] * self.page_size for chunk in chunks]
-        cu_seqlens_q = list(accumulate((chunk.length for chunk in chunks), initial=0))
-        return [cu_seqlens_q, [*starts, 0], [chunk.end for chunk in chunks], tables]
+            return [cu_seqlens_q, [*starts, 0], seqused_k, []]
+        tables = padded_tables(chunks, self.page_size, self.max_len)
+        cu_seqlens_k = [0] * len(cu_seqlens_q)
+        return [cu_seqlens_q, cu_seqlens_k, seqused_k, list(chain.from_iterable(tables))]

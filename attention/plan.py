@@ -40,7 +40,8 @@ def to_device(
 ) -> Tensor:
     """The numbers as a tensor on the device, without waiting for it."""
     pinned = device.type == "cuda"  # or the copy would wait
-    return torch.tensor(numbers, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+    tensor = torch.tensor(numbers, dtype=dtype, pin_memory=pinned)
+    return tensor.to(device, non_blocking=True)
 
 
 def staircase(

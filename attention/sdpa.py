@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention.pages import gather, rows_of_scattered
 from attention.plan import SIXTEEN_BITS, AttentionPlan, staircase
 from kv_cache import KVCache
 from pretrained.geometry import GPTConfig
@@ -31,17 +32,18 @@ class ChunkPlan(NamedTuple):
     """A chunk, and where its request's keys are."""
 
     first_slot: int  # of the cache
+    gather_rows: Tensor | None  # of scattered pages, which are copied side by side; None: in place
     blocks: list[Block]
-    gather_rows: Tensor | None = None  # see paged.py
 
 
 class SDPA:
     """One `scaled_dot_product_attention` call per chunk, or per block of QUERY_BLOCK queries of it.
 
-    Each call reads exactly the keys it needs, in place, as a view of the cache: a request has one
-    page. paged.py reads several. The query heads that share a KV head are folded into the query
-    length, (length, n_kv_head, group, head_dim) -> (n_kv_head, length * group, head_dim), so keys
-    are read once per group."""
+    Each call reads exactly the keys it needs: in place, as a view of the cache, where a request has
+    one page, or pages that follow each other. Others are first copied side by side, one request at
+    a time. The query heads that share a KV head are folded into the query length, (length,
+    n_kv_head, group, head_dim) -> (n_kv_head, length * group, head_dim): keys are read once per
+    group."""
 
     masks_past = True  # or only a chunk's own keys
     key_block = 1  # of a chunk, keys are read in whole blocks
@@ -69,12 +71,13 @@ class SDPA:
 
     def plan_chunks(self, chunks: Sequence[Chunk]) -> list[ChunkPlan]:
         """Where the keys of each chunk are, and its blocks."""
+        tables = [chunk.used_pages(self.page_size) for chunk in chunks]
+        scattered_rows = rows_of_scattered(tables, self.cache)
         plans = []
         first_row = 0
-        for chunk in chunks:
-            max_keys = len(chunk.used_pages(self.page_size)) * self.page_size
-            blocks = self.plan_blocks(chunk, first_row, max_keys)
-            plans.append(ChunkPlan(chunk.pages[0] * self.page_size, blocks))
+        for chunk, table, rows in zip(chunks, tables, scattered_rows, strict=True):
+            blocks = self.plan_blocks(chunk, first_row, max_keys=len(table) * self.page_size)
+            plans.append(ChunkPlan(table[0] * self.page_size, rows, blocks))
             first_row += chunk.length
         return plans
 
@@ -83,11 +86,12 @@ class SDPA:
         key_block = self.key_block if chunk.length > 1 else 1
         blocks = []
         for start in range(chunk.start, chunk.end, QUERY_BLOCK):
-            queries = min(QUERY_BLOCK, chunk.end - start)
-            keys = -(-(start + queries) // key_block) * key_block  # rounded up to whole blocks
-            keys = min(keys, max_keys)
-            blocks.append(Block(first_row, queries, keys, self.mask(start, queries, keys)))
-            first_row += queries
+            end = min(start + QUERY_BLOCK, chunk.end)
+            whole_blocks = -(-end // key_block)
+            keys = min(whole_blocks * key_block, max_keys)
+            mask = self.mask(start, end - start, keys)
+            blocks.append(Block(first_row, end - start, keys, mask))
+            first_row += end - start
         return blocks
 
     def mask(self, start: int, length: int, keys: int) -> Tensor | None:
@@ -98,7 +102,8 @@ class SDPA:
         if start + 1 == keys:
             return None
         first = self.past - start  # the column of key 0
-        window = self.bias[: length * self.group, max(0, first) : first + keys]
+        columns = slice(max(0, first), first + keys)
+        window = self.bias[: length * self.group, columns]
         return window.contiguous() if window.is_cuda else window  # CUDA wants aligned rows
 
     def attend(
@@ -111,28 +116,40 @@ class SDPA:
     ) -> Tensor:
         """Attention of these chunks, written to `out` if given; shapes as in AttentionPlan."""
         if out is None:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            out = q.new_empty(q.shape)
         head_dim = q.shape[2]
         for plan in plans:
-            k, v = self.read(plan, keys, values)
-            for row, n, read, mask in plan.blocks:
-                folded = q[row : row + n].view(n, -1, self.group, head_dim).transpose(0, 1)
-                folded = folded.reshape(-1, n * self.group, head_dim)
+            k = self.keys_of(plan, keys)
+            v = self.keys_of(plan, values)
+            for first_row, n, read, mask in plan.blocks:
+                rows = slice(first_row, first_row + n)
+                grouped = q[rows].view(n, -1, self.group, head_dim)
+                # grouped (n, n_kv_head, group, head_dim)
+                folded = grouped.transpose(0, 1).flatten(1, 2)
                 y = self.attend_block(folded, k[:, :read], v[:, :read], mask)
-                # y (n_kv_head, n * group, head_dim)
+                # folded and y (n_kv_head, n * group, head_dim)
                 y = y.unflatten(1, (n, self.group)).transpose(0, 1)
-                out[row : row + n].view(n, -1, self.group, head_dim).copy_(y)
+                out[rows].view(n, -1, self.group, head_dim).copy_(y)
         return out
 
-    def read(self, plan: ChunkPlan, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of a chunk's request: its pages are read in place."""
-        return keys[:, plan.first_slot :], values[:, plan.first_slot :]
+    def keys_of(self, plan: ChunkPlan, x: Tensor) -> Tensor:
+        """The keys or values of a chunk's request, (n_kv_head, slots, head_dim)."""
+        if plan.gather_rows is None:
+            return x[:, plan.first_slot :]
+        return gather(x, plan.gather_rows, self.page_size)
 
-    def attend_block(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend_block(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+    ) -> Tensor:
         """q (n_kv_head, rows, head_dim), k and v (n_kv_head, keys, head_dim), `mask` as made above
         -> (n_kv_head, rows, head_dim)"""
         # torch's CPU kernel is slow for one query in 16 bits: two of them take half the time
         twice = q.shape[1] == 1 and q.dtype in SIXTEEN_BITS and not q.is_cuda
-        rows = q.expand(-1, 2, -1) if twice else q
-        y = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask)[0]
+        if twice:
+            q = q.expand(-1, 2, -1)
+        y = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
         return y[:, :1] if twice else y

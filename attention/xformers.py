@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention.decode_sizes import padded_size
 from attention.fallback import check_gpu, probe
-from attention.paged import gather, page_rows
+from attention.pages import gather, padded_tables, page_rows
 from attention.plan import AttentionPlan, to_device
 from kv_cache import KVCache
 from pretrained.geometry import GPTConfig
@@ -79,60 +79,72 @@ class XFormers:
         prefills = chunks[len(decodes) :]
         calls = []
         if decodes:
-            size = padded_size(len(decodes)) if self.pads_decodes else len(decodes)
-            padding = size - len(decodes)
-            mask = self.decode_mask(decodes + padding * [PADDING])
-            rows = slice(len(decodes))
-            calls.append(Call(rows, mask, self.decode_operator, padding=padding))
+            calls.append(self.plan_decodes(decodes))
         if prefills:
-            rows = slice(len(decodes), None)
-            mask, copied_pages = self.chunk_mask(prefills)
-            gather_rows = page_rows(copied_pages, self.cache) if copied_pages else None
-            calls.append(Call(rows, mask, self.chunk_operator, gather_rows))
+            calls.append(self.plan_prefills(prefills, first_row=len(decodes)))
         return partial(self.attend, calls)
 
-    def decode_mask(self, decodes: Sequence[Chunk]) -> Any:
-        """xformers' mask of some decodes."""
+    def plan_decodes(self, decodes: Sequence[Chunk]) -> Call:
+        """The call of some decodes, the first rows of q."""
+        padding = 0
+        if self.pads_decodes:
+            padding = padded_size(len(decodes)) - len(decodes)
+        padded = [*decodes, *padding * [PADDING]]
         if self.paged:
-            return paged_bias(decodes, self.page_size, self.cache.max_len, self.device)
-        return gappy_bias(decodes, self.cache.pages, self.page_size, self.device)
+            mask = paged_bias(padded, self.page_size, self.cache.max_len, self.device)
+        else:
+            mask = gappy_bias(padded, self.cache.pages, self.page_size, self.device)
+        rows = slice(len(decodes))
+        return Call(rows, mask, self.decode_operator, padding=padding)
 
-    def chunk_mask(self, chunks: Sequence[Chunk]) -> tuple[Any, list[int]]:
-        """xformers' mask of some chunks; and pages to copy, whose copy it then masks."""
-        if not self.paged:
-            return gappy_bias(chunks, self.cache.pages, self.page_size, self.device), []
-        copied_pages = []
-        copied_chunks = []
-        for chunk in chunks:
-            copied_chunks.append(lone_chunk([len(copied_pages)], chunk.start, chunk.tokens))
-            copied_pages += chunk.used_pages(self.page_size)
-        mask = gappy_bias(copied_chunks, len(copied_pages), self.page_size, self.device)
-        return mask, copied_pages
+    def plan_prefills(self, chunks: Sequence[Chunk], first_row: int) -> Call:
+        """The call of some longer chunks, the last rows of q. The mask may be that of a copy."""
+        pages = self.cache.pages
+        gather_rows = None
+        if self.paged:
+            copied_pages = []
+            copied_chunks = []
+            for chunk in chunks:
+                copied_chunks.append(lone_chunk([len(copied_pages)], chunk.start, chunk.tokens))
+                copied_pages += chunk.used_pages(self.page_size)
+            chunks = copied_chunks
+            pages = len(copied_pages)
+            gather_rows = page_rows(copied_pages, self.cache)
+        mask = gappy_bias(chunks, pages, self.page_size, self.device)
+        return Call(slice(first_row, None), mask, self.chunk_operator, gather_rows)
 
-    def attend(self, calls: Sequence[Call], q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(
+        self,
+        calls: Sequence[Call],
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
         """Attention of all rows of q, in the `calls` of a plan; shapes as in AttentionPlan."""
         parts = []
         for call in calls:
-            k, v = keys, values
-            if call.gather_rows is not None:
-                k = gather(keys, call.gather_rows, self.page_size)
-                v = gather(values, call.gather_rows, self.page_size)
             q_rows = q[None, call.rows].unflatten(2, (-1, self.group))
             # q_rows (1, n, n_kv_head, group, head_dim)
             if call.padding:
-                q_rows = F.pad(q_rows, (0, 0, 0, 0, 0, 0, 0, call.padding))
-            inputs = self.inputs(q_rows, self.merge(k), self.merge(v), attn_bias=call.mask)
+                q_rows = F.pad(q_rows, 7 * [0] + [call.padding])
+            k = self.merge(call, keys)
+            v = self.merge(call, values)
+            inputs = self.inputs(q_rows, k, v, attn_bias=call.mask)
             with torch.cuda.device_of(q):  # where Triton launches its kernels
                 y, _ = call.operator.apply(inputs, needs_gradient=False)
             y = y[0, : y.shape[1] - call.padding]
             parts.append(y.reshape(-1, *q.shape[1:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def merge(self, x: Tensor) -> Tensor:
-        """(n_kv_head, slots, head_dim) -> (1, slots, n_kv_head, group, head_dim), a view.
+    def merge(self, call: Call, x: Tensor) -> Tensor:
+        """Keys or values (n_kv_head, slots, head_dim) -> (1, slots, n_kv_head, group, head_dim): a
+        view, or some pages of them.
 
         Heads of a group are the same memory, with a stride of 0, which the operators recognise."""
-        return x.transpose(0, 1)[None, :, :, None].expand(-1, -1, -1, self.group, -1)
+        if call.gather_rows is not None:
+            x = gather(x, call.gather_rows, self.page_size)
+        x = x.transpose(0, 1)[None, :, :, None]
+        return x.expand(-1, -1, -1, self.group, -1)
 
 
 def import_xformers() -> Any:
@@ -153,16 +165,20 @@ def import_xformers() -> Any:
 
 
 def gappy_bias(
-    chunks: Sequence[Chunk], pages: int, page_size: int, device: torch.device = CPU
+    chunks: Sequence[Chunk],
+    pages: int,
+    page_size: int,
+    device: torch.device = CPU,
 ) -> Any:
     """xformers' mask of some chunks over the keys of `pages` pages, (sum of their lengths, slots).
 
     Each chunk sees its own keys, from its first page on, causally, aligned at its last query."""
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalWithOffsetGappyKeysMask
 
+    starts = [chunk.pages[0] * page_size for chunk in chunks]
     mask = BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(
         q_seqlen=[chunk.length for chunk in chunks],
-        kv_seqstarts=[chunk.pages[0] * page_size for chunk in chunks] + [pages * page_size],
+        kv_seqstarts=[*starts, pages * page_size],
         kv_seqlen=[chunk.end for chunk in chunks],
         device=device,
     )
@@ -172,17 +188,19 @@ def gappy_bias(
 
 
 def paged_bias(
-    decodes: Sequence[Chunk], page_size: int, max_len: int, device: torch.device = CPU
+    decodes: Sequence[Chunk],
+    page_size: int,
+    max_len: int,
+    device: torch.device = CPU,
 ) -> Any:
     """xformers' mask of some decodes over all pages, which it finds through their block tables."""
     from xformers.ops.fmha.attn_bias import PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
 
-    width = -(-max_len // page_size)  # the same in every iteration: Triton compiles one for each
-    rows = [(chunk.used_pages(page_size) + [0] * width)[:width] for chunk in decodes]
+    tables = padded_tables(decodes, page_size, max_len)  # Triton compiles one kernel for each width
     return PagedBlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
         q_seqlen=[1] * len(decodes),
         kv_seqlen=[chunk.end for chunk in decodes],
-        block_tables=to_device(rows, device, torch.int32),
+        block_tables=to_device(tables, device, torch.int32),
         page_size=page_size,
         device=device,
     )

@@ -201,10 +201,7 @@ class Ranks:
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Let all ranks call a method that returns something: the results, in their order."""
-        number = self.command(method, *arguments)
-        self.wait_for_replies(number, self.size)
-        replies = self.replies.pop(number)
-        return [replies[rank] for rank in sorted(replies)]
+        return self.results(self.command(method, *arguments), self.size)
 
     def tell(self, rank: int, method: str, *arguments: Any) -> int:
         """Let one rank call a method. Returns the command's number, without waiting.
@@ -249,16 +246,20 @@ class Ranks:
             self.reply_arrived.wait_for(lambda: any(map(self.replies.get, numbers)), timeout_s)
         return next(filter(self.replies.get, numbers), None)
 
-    def wait_for_replies(self, number: int, needed: int) -> dict[int, Any]:
-        """The replies to a command by rank, once there are so many. They stay in `replies`.
-
-        There is no limit: when a rank is gone, silent or stuck, all end."""
+    def wait_for_replies(self, number: int, needed: int) -> None:
+        """Wait until a command has so many `replies`. There is no limit: when a rank is gone,
+        silent or stuck, all end."""
         began = time.perf_counter()
         replies = self.replies.setdefault(number, {})
         with self.reply_arrived:
             self.reply_arrived.wait_for(lambda: len(replies) >= needed)
         self.waited += time.perf_counter() - began
-        return replies
+
+    def results(self, number: int, needed: int) -> list[Any]:
+        """The results of a command, in the order of ranks, once there are so many."""
+        self.wait_for_replies(number, needed)
+        replies = self.replies.pop(number)
+        return [replies[rank] for rank in sorted(replies)]
 
     def end(self) -> None:
         """Let the other ranks end, and wait for it."""

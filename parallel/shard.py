@@ -29,7 +29,6 @@ class SumTimer:
     def __init__(self) -> None:
         self.total_s = 0.0  # of the sums that were read
         self.unread: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self.free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def timing(self, x: Tensor) -> Iterator[None]:
@@ -39,11 +38,8 @@ class SumTimer:
             yield
             self.total_s += time.perf_counter() - began
             return
-        if not self.free:
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            self.free.append((start, end))
-        start, end = self.free.pop()
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         yield
         end.record()
@@ -53,7 +49,6 @@ class SumTimer:
         """Add the sums since the last call, when the device has done what it was given."""
         for start, end in self.unread:
             self.total_s += start.elapsed_time(end) / 1e3
-        self.free += self.unread
         self.unread = []
 
 
@@ -95,19 +90,17 @@ class Shard(GPT):
     def init_weights(self, generator: torch.Generator) -> None:
         """Fill the parameters with what a whole GPT would have there: all of its weights are made,
         one by one, and each rank keeps its slices."""
-        local = {}
-        for name, parameter in self.named_parameters():
-            slices = self.slices_of(name)
-            local[slices.source] = parameter, slices
-        for name, empty in self.whole_model().named_parameters():
+        local_name = {self.slices_of(name).source: name for name, _ in self.named_parameters()}
+        for source, empty in self.whole_model().named_parameters():
             weights = torch.empty(empty.shape, dtype=self.dtype, device=self.device)
-            init_weight(name, weights, self.whole.n_layer, generator)
-            if name not in local:
+            init_weight(source, weights, self.whole.n_layer, generator)
+            if source not in local_name:
                 continue
-            parameter, slices = local[name]
-            parts = zip(views(parameter, slices), slices.ranges, strict=True)
-            for view, (start, end) in parts:
-                view.copy_(weights.narrow(slices.dim, start, end - start))
+            name = local_name[source]
+            slices = self.slices_of(name)
+            parts = views(self.get_parameter(name), slices)
+            for part, (start, end) in zip(parts, slices.ranges, strict=True):
+                part.copy_(weights.narrow(slices.dim, start, end - start))
 
     def whole_model(self) -> GPT:
         """A GPT of the whole geometry, without memory."""

@@ -22,7 +22,7 @@ from parallel.ranks import Ranks
 from parallel.shard import Shard
 from policies.micro_batches import MicroBatches, StageTime
 from policies.observers import Iteration
-from request import Batch, Chunk, Completion, Event
+from request import Batch, Chunk, Event
 from runtime.lone_chunk import lone_chunk
 from runtime.memory import MAX_BATCH
 from runtime.runner import Runner, Sampled, tokens_of
@@ -37,7 +37,7 @@ class SentChunk(NamedTuple):
     start: int
     tokens: list[int]
     yields_token: bool
-    params: SamplingParams | None
+    params: SamplingParams
     position: int  # which output token of its request it decides, if it yields one
 
     @classmethod
@@ -49,7 +49,7 @@ class SentChunk(NamedTuple):
             start=chunk.start,
             tokens=chunk.tokens,
             yields_token=chunk.yields_token,
-            params=request.params,
+            params=request.params or SamplingParams(),
             position=len(request.tokens) - request.prompt_len,
         )
 
@@ -139,9 +139,9 @@ class Stage:
         x: Tensor = model.compute_layers(x, batch, runner.cache)
         sampled: list[Sampled] = []
         if is_last:
-            sampling = [chunk for chunk in sent if chunk.yields_token]
-            params = [chunk.params or SamplingParams() for chunk in sampling]
-            positions = [chunk.position for chunk in sampling]
+            yielding = [chunk for chunk in sent if chunk.yields_token]
+            params = [chunk.params for chunk in yielding]
+            positions = [chunk.position for chunk in yielding]
             sampled = runner.fetch(model.logits(x, batch), params, positions)
         else:
             runner.wait()
@@ -188,21 +188,14 @@ class ParallelRunner(Runner):
         return self.ranks.command("run", self.key, chunks)
 
     def collect(self, command: int) -> list[StageResult]:
-        """The results of all stages for a command. Waits for them, and leaves them in
-        Ranks.replies."""
-        replies = self.ranks.wait_for_replies(command, self.ranks.pp * self.ranks.copies)
-        return [replies[rank] for rank in sorted(replies)]
-
-    def forget(self, command: int) -> None:
-        """Drop the results that `collect` has left."""
-        del self.ranks.replies[command]
+        """The results of all stages for a command."""
+        return self.ranks.results(command, self.ranks.pp * self.ranks.copies)
 
     def greedy(self, chunks: Sequence[Chunk]) -> list[int]:
         """As Runner.greedy, through all stages."""
         command = self.send([SentChunk.of(chunk) for chunk in chunks])
-        sampled = self.collect(command)[-1].sampled
-        self.forget(command)
-        return [token for token, _ in sampled]
+        *_, last = self.collect(command)
+        return [token for token, _ in last.sampled]
 
 
 @dataclass(frozen=True)
@@ -219,9 +212,8 @@ class Flight:
 class RanksEngine(Engine):
     """An engine that gives batches to ranks and handles one result in a step.
 
-    Each micro-batch has a scheduler, and at most one batch in flight. `self.scheduler` is the first
-    one between steps; while a batch lands it is that of the batch. With `record`, `micro_batches`
-    learns what the stages do."""
+    Each micro-batch has a scheduler, and at most one batch in flight; `self.scheduler` is the first
+    one. With `record`, `micro_batches` learns what the stages do."""
 
     runner: ParallelRunner
     record = False
@@ -231,6 +223,7 @@ class RanksEngine(Engine):
         ranks = model.ranks
         self.ranks: Ranks = ranks
         self.flights: dict[int, Flight] = {}  # by micro-batch, the one that was sent first is first
+        self.order = list(range(ranks.pp))  # of micro-batches: who landed first begins first
         of_all = replace(config, max_batch=config.max_batch and config.max_batch * ranks.pp)
         ranks.command("free_caches_except", [runner.key for runner in ranks.work.alive])
         pages = min(ranks.call("available_pages", of_all))
@@ -261,30 +254,22 @@ class RanksEngine(Engine):
         """Whether any request has not ended, or any rank works for this engine."""
         return bool(self.scheduler.requests or self.in_flight)
 
-    def abort(self, request_id: int) -> Completion:
-        """As of Engine."""
-        self.scheduler = self.micro_batches.running_in(request_id)
-        completion = super().abort(request_id)
-        self.scheduler = self.schedulers[0]
-        return completion
+    def running_in(self, request_id: int) -> Scheduler:
+        """The scheduler of the micro-batch in which a request runs; any, if it waits."""
+        return self.micro_batches.running_in(request_id)
 
     def step(self) -> list[Event]:
         """Let ranks have work, or wait for a result: an Event for each new token.
 
         May end all processes, as Ranks.command does."""
         self.last_iteration = None
-        if self._computed is None:
+        if self._computed is None:  # if not, an interrupt came while it was recorded
             number = self.wait_for_batch()
-            if number is None:
-                return []
-            self._computed = self._result(number)
+            self._computed = None if number is None else self._result(number)
             if self._computed is None:
                 return []
-        else:  # an interrupt came while it was recorded
-            number = self._computed.iteration.micro_batch
-        self.scheduler = self.schedulers[number]
+        number = self._computed.iteration.micro_batch
         events = self._advance(self._computed)
-        self.scheduler = self.schedulers[0]
         self.ranks.replies.pop(self.flights[number].command, None)
         # in one statement and the last: an interrupt before it keeps the events for the next step
         self.flights, self._computed = self._other_flights(number), None
@@ -354,11 +339,6 @@ class ParallelEngine(RanksEngine):
 
     `max_batch` is of each micro-batch. They share the pages, as many as the smallest rank has room
     for."""
-
-    def make_schedulers(self) -> Sequence[Scheduler]:
-        """That of each micro-batch. All of them take from one queue."""
-        self.order = list(range(self.ranks.pp))  # of micro-batches: who landed first begins first
-        return super().make_schedulers()
 
     def wait_for_batch(self) -> int | None:
         """Send the next batch on its way, or else wait for the one that was sent first."""

@@ -19,19 +19,25 @@ from parallel.stages import Stage
 def export_pages(cache: KVCache, pages: Sequence[int], tokens: int) -> Tensor:
     """A copy of the keys and values of the first `tokens` tokens of a block table, of shape
     (n_layer, 2, n_kv_head, tokens, head_dim)."""
-    slots = _slots(cache, pages, tokens)
+    slots = first_slots(cache, pages, tokens)
     return cache.data.index_select(3, slots).contiguous()
 
 
 def import_pages(cache: KVCache, pages: Sequence[int], kv: Tensor) -> None:
     """Write keys and values, as of export_pages, into the first slots of a block table."""
-    slots = _slots(cache, pages, tokens=kv.shape[3])
+    slots = first_slots(cache, pages, tokens=kv.shape[3])
     cache.data.index_copy_(3, slots, kv)
 
 
-def _slots(cache: KVCache, pages: Sequence[int], tokens: int) -> Tensor:
+def first_slots(cache: KVCache, pages: Sequence[int], tokens: int) -> Tensor:
+    """The slots of the first `tokens` tokens of a block table."""
     slots = slot_mapping(pages, cache.page_size, 0, tokens)
     return torch.tensor(slots, device=cache.data.device)
+
+
+def stream_of(device: torch.device) -> torch.cuda.Stream | None:
+    """A new stream on CUDA, beside those that compute; None elsewhere."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 class Link:
@@ -40,8 +46,7 @@ class Link:
     def __init__(self, ranks: Ranks, target: int) -> None:
         self.ranks = ranks
         self.target = target
-        is_cuda = ranks.device.type == "cuda"
-        self.stream = torch.cuda.Stream(ranks.device) if is_cuda else None
+        self.stream = stream_of(ranks.device)
         self.sending: dict[int, list[Any]] = {}  # tensors must live until they are sent
 
     def send(
@@ -56,7 +61,7 @@ class Link:
             header = torch.tensor([number, tokens])
             kv = export_pages(cache, pages, tokens)
             with self.ranks.unbroken():  # a header without its keys and values would be the end
-                works = [dist.isend(tensor, self.target) for tensor in (header, kv)]
+                works = [dist.isend(header, self.target), dist.isend(kv, self.target)]
                 self.sending[number] = [header, kv, works]
 
     def forget_all_but(self, numbers: Container[int]) -> None:
@@ -87,7 +92,7 @@ class Instance(Stage):
         """Receive keys and values until rank 0 is gone. Any other failure ends this rank: rank 0
         would wait for ever for what does not come."""
         device = self.model.device
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        stream = stream_of(device)
         ranks = self.model.ranks
         try:
             with torch.cuda.stream(stream):

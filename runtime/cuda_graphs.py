@@ -18,22 +18,18 @@ them.
 
 Read first: model.py, runner.py."""
 
-import sys
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from attention.decode_sizes import padded_size, padded_sizes
-from attention.flash import Flash, FlashPlan
+from attention.decode_sizes import padded_size
+from attention.flash import FlashPlan
 from attention.plan import AttentionBackend
-from attention.xformers import XFormers
 from kv_cache import KVCache
 from model import GPT, FlatBatch
-from request import Chunk
 from runtime.lone_chunk import lone_chunk
 
 
@@ -126,7 +122,9 @@ class DecodeGraphs:
     def copy_into(self, graph: DecodeGraph, batch: FlatBatch, plan: FlashPlan) -> None:
         """Let the graph's first rows be those of a batch, and the others padding."""
         decodes = len(batch.tokens)
-        static, static_call, call = graph.batch, graph.plan.calls[0], plan.calls[0]
+        static = graph.batch
+        (static_call,) = graph.plan.calls
+        (call,) = plan.calls
         static.tokens[:decodes].copy_(batch.tokens)
         static.positions[:decodes].copy_(batch.positions)
         static.slot_mapping[:decodes].copy_(batch.slot_mapping)
@@ -138,28 +136,3 @@ class DecodeGraphs:
         else:
             assert static_call.block_table is not None
             static_call.block_table[:decodes].copy_(call.block_table)
-
-
-class DecodeRunner(Protocol):
-    """What can compute chunks, such as a runner.Runner."""
-
-    cache: KVCache
-    attention: AttentionBackend
-
-    def greedy(self, chunks: Sequence[Chunk]) -> list[int]: ...
-
-
-def compile_decodes(runner: DecodeRunner, max_batch: int) -> None:
-    """Compute a batch of decodes of each size: nothing is left to be compiled or recorded.
-
-    Begins with the largest, whose memory the others share. Spoils the first slot of up to max_batch
-    pages. Where sizes are not padded, as on a CPU, nothing is done."""
-    if not isinstance(runner.attention, Flash | XFormers):
-        return
-    hide_bar = None if sys.stderr else True  # None: unless on a terminal
-    sizes = padded_sizes(max_batch)[::-1]
-    with tqdm(sizes, desc="compile decodes", disable=hide_bar) as bar:
-        for size in bar:
-            bar.set_postfix_str(f"batch of {size}")
-            decodes = min(size, max_batch)
-            runner.greedy([lone_chunk([i % runner.cache.pages], 0, [0]) for i in range(decodes)])

@@ -39,12 +39,6 @@ class Journal:
         if self.broken:
             self.begin_anew()
 
-    def clear(self) -> None:
-        """Drop all requests, whatever state they are in."""
-        self.broken = True
-        self.requests.clear()
-        self.begin_anew()
-
     def begin_anew(self) -> None:
         """Let all requests wait and be computed again, in an empty cache."""
         self.broken = True

@@ -8,9 +8,8 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from errors import check_type, refusing, shorten
 from kv_cache import kv_bytes_per_token
@@ -19,6 +18,8 @@ from runtime.torchrun import find_place
 if TYPE_CHECKING:
     import torch  # a simulation runs without
     from torch import Tensor
+
+    from pretrained.geometry import GPTConfig
 
 MAX_BATCH = 256  # the largest default of max_batch, however much memory there is
 MAX_LEN = 2048  # the largest default of max_len
@@ -32,7 +33,7 @@ class ModelLike(Protocol):
     """The parts of a model.GPT that decide on sizes."""
 
     @property
-    def config(self) -> Any: ...  # a GPTConfig
+    def config(self) -> GPTConfig: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -43,37 +44,40 @@ class ModelWithWeights(Protocol):
     """The parts of a model.GPT that decide on its own size."""
 
     @property
-    def config(self) -> Any: ...  # a GPTConfig
+    def config(self) -> GPTConfig: ...
     def parameters(self) -> Iterator[Tensor]: ...
 
 
-def fill_in(config: Any, model: ModelLike) -> Any:
-    """The EngineConfig of an engine with all numbers filled in, as many requests as fit.
+def fill_in(
+    model: ModelLike,
+    max_batch: int | None,
+    max_len: int | None,
+    page_size: int | None,
+    pages: int | None,
+    prefix_caching: bool,
+) -> dict[str, int]:
+    """The sizes of an EngineConfig by name, all filled in for as many requests as fit.
 
     Raises ValueError if model or memory forbid it."""
     if model.device.type == "meta":
         raise ValueError("model: is on the device 'meta', must be where there is memory")
     limit = model.config.max_positions
-    max_len = config.max_len or min(MAX_LEN, limit)
+    max_len = max_len or min(MAX_LEN, limit)
     if max_len > limit:
         reason = "this model's limit (max_positions, or its sliding window)"
         raise ValueError(f"max_len={max_len}: must be at most {limit}, {reason}")
-    page_size = config.page_size
     if page_size is None:
-        page_size = small_page_size(max_len, model.device) if config.prefix_caching else max_len
-    sized = replace(config, max_len=max_len, page_size=page_size)  # raises if they do not fit
-    pages = config.pages
+        page_size = small_page_size(max_len, model.device) if prefix_caching else max_len
     description = f"pages={pages}, page_size={page_size}"
     if pages is None:
-        description = f"max_batch={config.max_batch}, max_len={max_len}"
-        pages = (config.max_batch or MAX_BATCH) * -(-max_len // page_size)
-        if config.max_batch is None:
+        description = f"max_batch={max_batch}, max_len={max_len}"
+        pages = (max_batch or MAX_BATCH) * -(-max_len // page_size)
+        if max_batch is None:
             pages = min(pages, pages_that_fit(model, max_len, page_size))
     cache_bytes = pages * page_size * kv_bytes_per_token(model.config, model.dtype)
     check_memory(description, cache_bytes, model.device)
-    max_batch = config.max_batch or min(pages, MAX_BATCH)
-    tiled = sized.with_tile(CUDA_TILE) if model.device.type == "cuda" else sized
-    return replace(tiled, max_batch=max_batch, pages=pages)
+    max_batch = max_batch or min(pages, MAX_BATCH)
+    return dict(max_batch=max_batch, max_len=max_len, page_size=page_size, pages=pages)
 
 
 def check_placement(device: torch.device | str, dtype: torch.dtype) -> None:

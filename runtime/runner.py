@@ -6,17 +6,20 @@
 
 Read first: engine.py, which calls it. Read next: cuda_graphs.py, packed_linear.py."""
 
+import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from attention import check_backend, make_attention
+from attention import Flash, XFormers, check_backend, make_attention
+from attention.decode_sizes import padded_sizes
 from kv_cache import KVCache, kv_bytes_per_token
 from model import GPT, FlatBatch
 from request import Chunk
-from runtime.cuda_graphs import DecodeGraphs, compile_decodes
+from runtime.cuda_graphs import DecodeGraphs
+from runtime.lone_chunk import lone_chunk
 from runtime.memory import check_memory
 from runtime.packed_linear import pack
 from sampling import SamplingParams, sample
@@ -78,9 +81,20 @@ class Runner:
             torch.cuda.current_stream(self.cache.data.device).synchronize()
 
     def warm_up(self, max_batch: int) -> None:
-        """Clear the cache, and compile what decodes of up to `max_batch` requests need."""
+        """Clear the cache, and compute a batch of decodes of each size up to max_batch: nothing is
+        left to be compiled or recorded.
+
+        Begins with the largest, whose memory the others share. Spoils the first slots of pages."""
         self.cache.data.zero_()
-        compile_decodes(self, max_batch)
+        if not isinstance(self.attention, Flash | XFormers):
+            return  # whose sizes are not padded
+        hide_bar = None if sys.stderr else True  # None: unless on a terminal
+        sizes = padded_sizes(max_batch)[::-1]
+        with tqdm(sizes, desc="compile decodes", disable=hide_bar) as bar:
+            for size in bar:
+                bar.set_postfix_str(f"batch of {size}")
+                pages = [i % self.cache.pages for i in range(min(size, max_batch))]
+                self.greedy([lone_chunk([page], 0, [0]) for page in pages])
 
 
 def tokens_of(batch: Sequence[Chunk], sampled: Sequence[Sampled]) -> list[int | None]:
@@ -97,19 +111,3 @@ def tokens_of(batch: Sequence[Chunk], sampled: Sequence[Sampled]) -> list[int | 
         if logprob is not None and request.params.logprobs:
             request.logprobs[chunk.end - request.prompt_len :] = [logprob]
     return tokens
-
-
-def warm_up(engine: Any) -> None:
-    """Let an Engine serve the longest prompt, then as many requests as may run, and forget them."""
-    engine.drop([])  # what the cache holds is lost
-    engine.runner.warm_up(engine.scheduler.max_batch)
-    config = engine.config
-    pages, _, max_len = config.cache_sizes
-    max_batch = config.max_batch or 1
-    max_output = max_len - 1
-    long_prompt = [0] * max(1, max_output - 1)
-    engine.generate([long_prompt], SamplingParams(min(2, max_output)), progress=False)
-    count = min(max_batch, pages, config.max_waiting or max_batch)  # each has a page or more
-    params = [SamplingParams(min(n + 2, max_output)) for n in range(count)]
-    engine.generate([[0]] * count, params, progress=False)
-    engine.drop([])  # none of this is found later

@@ -14,9 +14,11 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
 from random import Random
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -117,22 +119,21 @@ def serve(job):
 
 
 def serve_all(engine, job):
-    """{way: [(tokens, logprobs, finish_reason)] of each request}: as they come, once or as often as
-    the job says all at once; and how many were preempted, how many tokens found."""
+    """The answers to all requests: as they come, and then as often as the job says all at once; and
+    how many were preempted, how many tokens found."""
     if job.get("warm_up"):
         engine.warm_up()
-    ways = {"as they come": serve_as_they_come(engine, job.get("stop"))}
-    for n in range(job.get("at_once", 0)):
-        ways[f"at once, {n}"] = generate(engine)
+    runs = [serve_as_they_come(engine, job.get("stop"))]
+    runs += [generate(engine) for _ in range(job.get("at_once", 0))]
     check_nothing_is_left(engine)
     if size(job) > 1:
         assert engine.runner.ranks.replies.keys() <= {STARTED}  # all were collected
-    answers = Counter()
-    for way, completions in ways.items():
-        answers[way] = [(c.tokens, c.logprobs, c.finish_reason) for c in completions]
-        answers["preempted"] += sum(c.preemptions for c in completions)
-        answers["cached"] += sum(c.cached_tokens for c in completions)
-    return answers
+    completions = sum(runs, [])
+    return dict(
+        answers=[[(c.tokens, c.logprobs, c.finish_reason) for c in run] for run in runs],
+        preempted=sum(c.preemptions for c in completions),
+        cached=sum(c.cached_tokens for c in completions),
+    )
 
 
 def serve_as_they_come(engine, stop=None):
@@ -158,21 +159,23 @@ def serve_as_they_come(engine, stop=None):
     return [done[ids[number]] for number in range(len(PROMPTS))]
 
 
+def iterations(engine):
+    """The Iterations of an engine, until it has served all."""
+    while engine.has_work:
+        engine.step()
+        if engine.last_iteration:
+            yield engine.last_iteration
+
+
 def batches(job):
-    """[(micro-batch, chunks)] of each batch of the job's `arrivals` under each of its `engines`,
-    in order."""
+    """[(micro-batch, chunks)] of each batch of the job's `arrivals` under each of its `engines`."""
     model = model_of(job)
     batches_of_engines = []
     for settings in job["engines"]:
         engine = engine_of(job, model, settings)
         for prompt_len, output_len in job["arrivals"]:
             engine.add_request([1] * prompt_len, SamplingParams(output_len))
-        iterations = []
-        while engine.has_work:
-            engine.step()
-            if engine.last_iteration:
-                iterations.append(engine.last_iteration)
-        batches_of_engines.append([(i.micro_batch, i.chunks) for i in iterations])
+        batches_of_engines.append([(i.micro_batch, i.chunks) for i in iterations(engine)])
     return batches_of_engines
 
 
@@ -183,11 +186,7 @@ def observed(job):
     for number, scheduler in enumerate(engine.schedulers):
         scheduler.observe = lambda batch, seconds, number=number: learned.append(number)
     add_all(engine)
-    landed = []
-    while engine.has_work:
-        engine.step()
-        if engine.last_iteration:
-            landed.append(engine.last_iteration.micro_batch)
+    landed = [iteration.micro_batch for iteration in iterations(engine)]
     return learned, landed
 
 
@@ -204,8 +203,10 @@ def aborts(job):
         for request_id in on_their_way(engine) - aborted:
             if len(aborted) < job["aborts"]:
                 aborted.add(engine.abort(request_id).request_id)
-    tokens = dict(zip(ids, [c.tokens for c in expected], strict=True))
-    assert {i: c.tokens for i, c in done.items()} == {i: tokens[i] for i in ids if i not in aborted}
+    for request_id, completion in zip(ids, expected, strict=True):
+        if request_id not in aborted:
+            assert done[request_id].tokens == completion.tokens
+    assert len(done) == len(ids) - len(aborted)
     check_nothing_is_left(engine)
     return len(aborted)
 
@@ -220,40 +221,40 @@ def on_their_way(engine):
 
 
 def policy_raises(job):
-    """Serve, while the policy raises once: the message."""
+    """Serve, while the policy raises once: how often a step did."""
     engine = engine_of(job)
     expected = [c.tokens for c in generate(engine)]
     ids = add_all(engine)
-    done = {}
-    for _ in range(5):
-        done |= completions_of(engine.step())
     scheduler = engine.schedulers[-1]
     schedule = scheduler.schedule
-    scheduler.schedule = fail
-    message = None
+    turns = count()
+
+    def failing():
+        if next(turns) == 2:
+            raise ArithmeticError
+        return schedule()
+
+    scheduler.schedule = failing
+    errors = 0
+    done = {}
     while engine.has_work:
         try:
             done |= completions_of(engine.step())
-        except ArithmeticError as error:
-            message = str(error)
-            scheduler.schedule = schedule
+        except ArithmeticError:
+            errors += 1
     assert [done[i].tokens for i in ids] == expected
-    return message
-
-
-def fail():
-    raise ArithmeticError("my policy")
+    return errors
 
 
 # interrupts
 
 
-INTERRUPTED = [parallel.stages, parallel.instances, parallel.transfer, policies.pools]
+DECIDING = [parallel.stages, parallel.instances, parallel.transfer, policies.pools]
 COMMANDS = (Ranks.command.__code__, Ranks.tell.__code__, Link.send.__code__)
 
 
 class OutsideOfCommands(Interrupt):
-    """Interrupts rank 0 wherever it decides, while no command is given."""
+    """Interrupts rank 0 wherever it decides or waits, while no command is given."""
 
     def profile(self, frame, event, arg):
         caller = frame
@@ -264,91 +265,61 @@ class OutsideOfCommands(Interrupt):
 
 
 def interrupted(job):
-    """Serve while KeyboardInterrupt is raised again and again, wherever rank 0 decides or waits.
-    Returns how often what was interrupted with the last seed."""
-    FILES.update(str(Path(module.__file__)) for module in INTERRUPTED)
-    model = model_of(job)
-    expected = generate(engine_of(job, model))
+    """Serve all requests, each time with 30 interrupts, also while rank 0 waits: how many came."""
+    FILES.add(parallel.ranks.__file__)
+    engine = engine_of(job)
+    expected = generate(engine)
+    requests = list(zip(PROMPTS, PARAMS, strict=True))
+    interrupts = 0
     for seed in job["seeds"]:
-        done, counts = serve_interrupted(engine_of(job, model), Random(seed))
-        assert [c.tokens for c in done] == [c.tokens for c in expected]
-        for completion, other in zip(done, expected, strict=True):
-            pairs = zip(completion.logprobs or [], other.logprobs or [], strict=True)
-            assert all(abs(a - b) < 1e-10 for a, b in pairs)
-    return counts
-
-
-def serve_interrupted(engine, random):
-    """(Completions of PROMPTS, how often what was interrupted): 30 times, and then no more."""
-    counts = Counter()
-
-    def interrupted_at_random(function, *arguments):
-        places = 600 if counts["interrupts"] < 30 else NEVER
-        interrupt = OutsideOfCommands(random.randint(1, places))
-        try:
-            return interrupt(function, *arguments)
-        finally:
-            counts["interrupts"] += interrupt.raised
-
-    for number, request in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        while len(engine.scheduler.requests) == number:
-            interrupted_at_random(engine.add_request, *request)
-    reply_arrived = engine.runner.ranks.reply_arrived
-    wait_for = reply_arrived.wait_for
-
-    def impatient(*arguments):
-        if random.random() < 0.2:
-            counts["waiting"] += 1
-            raise KeyboardInterrupt
-        return wait_for(*arguments)
-
-    reply_arrived.wait_for = impatient
-    done = {}
-    while engine.has_work:
-        done |= completions_of(interrupted_at_random(engine.step) or [])
-    reply_arrived.wait_for = wait_for
-    return [done[request_id] for request_id in sorted(done)], counts
+        random = Random(seed)
+        gaps = [random.randint(1, 600) for _ in range(30)]
+        interrupts += serve_interrupted(engine, requests, gaps, expected)
+    return interrupts
 
 
 def interrupted_at_each_place(job):
-    """Serve one request again and again, each time with KeyboardInterrupt at the next place where
-    rank 0 decides. Returns how many there are."""
+    """Serve one request again and again, each time with an interrupt at the next place. Returns how
+    many there are."""
     parallel.instances.WAIT_S = 10.0  # a step that waits in vain would be more places
-    FILES.update(str(Path(module.__file__)) for module in INTERRUPTED)
     engine = engine_of(job)
-    request = ([1, 2, 3], SamplingParams(2, logprobs=True))
-    (expected,) = engine.generate([request[0]], request[1], progress=False)
-    place = 0
-    is_interrupted = True
-    while is_interrupted:
+    request = [1, 2, 3], SamplingParams(2, logprobs=True)
+    expected = engine.generate([request[0]], request[1], progress=False)
+    place = 1
+    while serve_interrupted(engine, [request], [place], expected):
         place += 1
-        completion, is_interrupted = serve_interrupted_at(engine, place, request)
-        assert completion, f"lost by an interrupt at place {place}"
-        assert completion.tokens == expected.tokens
-        assert len(completion.logprobs) == len(expected.tokens)
-        check_nothing_is_left(engine)
     if engine.ranks.copies > 1:  # nothing was sent twice
         assert engine.ranks.call("num_received") == [0] * engine.ranks.copies
     return place - 1
 
 
-def serve_interrupted_at(engine, place, request):
-    """(Completion of one request, whether an interrupt came at this place of what is called)."""
-    places_left = place
+def serve_interrupted(engine, requests, gaps, expected):
+    """Serve some requests, which must yield the completions `expected`. KeyboardInterrupt is raised
+    after gaps[0] places, then after gaps[1] more, and so on. Returns how often."""
+    FILES.update(module.__file__ for module in DECIDING)
+    gaps = [*gaps, NEVER]
+    interrupts = 0
 
-    def interrupted_once(function, *arguments):
-        nonlocal places_left
-        interrupt = OutsideOfCommands(places_left if places_left > 0 else NEVER)
+    def interrupted_call(function, *arguments):
+        nonlocal interrupts
+        interrupt = OutsideOfCommands(gaps[interrupts])
         value = interrupt(function, *arguments)
-        places_left -= interrupt.events
+        gaps[interrupts] -= interrupt.events
+        interrupts += interrupt.raised
         return value
 
+    for number, request in enumerate(requests):
+        while len(engine.scheduler.requests) == number:
+            interrupted_call(engine.add_request, *request)
     done = {}
-    while not engine.has_work:
-        interrupted_once(engine.add_request, *request)
     while engine.has_work:
-        done |= completions_of(interrupted_once(engine.step) or [])
-    return next(iter(done.values()), None), places_left <= 0
+        done |= completions_of(interrupted_call(engine.step) or [])
+    for request_id, other in zip(sorted(done), expected, strict=True):
+        assert done[request_id].tokens == other.tokens
+        expected_logprobs = pytest.approx(other.logprobs or [], rel=0, abs=1e-10)
+        assert (done[request_id].logprobs or []) == expected_logprobs
+    check_nothing_is_left(engine)
+    return interrupts
 
 
 def command_broken_off(job):
@@ -435,12 +406,6 @@ def clocks(job):
     return [seconds.now for seconds in model_of(job).ranks.call("seconds")]
 
 
-def loads(job):
-    """How long rank 0 has waited until all had loaded."""
-    Faulty.fault = job["fault"]
-    return model_of(job, FaultyStage).ranks.waited
-
-
 def waits(job):
     """How long each stage has waited before each of two batches. Rank 0 is late in the first."""
     Faulty.fault = job["fault"]
@@ -449,9 +414,8 @@ def waits(job):
     waited = []
     for start in (0, 3):
         span = lone_chunk(pages=[0], start=start, tokens=[1, 2, 3])
-        command = runner.send([SentChunk.of(span)])
-        waited.append([result.waited for result in runner.collect(command)])
-        runner.forget(command)
+        results = runner.collect(runner.send([SentChunk.of(span)]))
+        waited.append([result.waited for result in results])
     return waited
 
 

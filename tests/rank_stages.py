@@ -14,6 +14,7 @@ from parallel.ranks import Ranks
 from parallel.shard import Shard
 from parallel.stages import Stage
 from parallel.transfer import Instance
+from pretrained.sharding import views
 from tests.helpers import tiny_model
 
 LONG_S = 60  # longer than any world may take
@@ -24,12 +25,10 @@ def shard_of(model, ranks):
     shard = Shard(model.config, ranks, dtype=model.dtype, seed=None)
     whole = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in shard.named_parameters():
-        source, dim, ranges = shard.slices_of(name)
-        parts = [whole[source].narrow(dim, start, end - start) for start, end in ranges]
-        parameter.zero_()
-        if parts:
-            joined = torch.cat(parts, dim)
-            parameter.narrow(dim, 0, joined.shape[dim]).copy_(joined)
+        slices = shard.slices_of(name)
+        parts = views(parameter, slices)
+        for part, (start, end) in zip(parts, slices.ranges, strict=True):
+            part.copy_(whole[slices.source].narrow(slices.dim, start, end - start))
     return shard
 
 

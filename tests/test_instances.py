@@ -125,9 +125,8 @@ def test_an_abort_on_the_link_frees_the_pages_of_both_sides(worlds):
 
 
 def test_an_interrupt_of_two_pools_changes_no_text(worlds):
-    counts = worlds.result(program="interrupted", seeds=[1, 2, 3], link_s=0.005, **POOLS)
-    assert counts["interrupts"] >= 20
-    assert counts["waiting"] > 2
+    count = worlds.result(program="interrupted", seeds=[1, 2, 3], link_s=0.005, **POOLS)
+    assert count >= 20
 
 
 @pytest.mark.slow

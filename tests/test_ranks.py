@@ -204,7 +204,7 @@ def test_who_computes_for_long_or_is_stopped_with_all_others_does_not_hang(slow_
 def test_ranks_may_rest_for_longer_than_a_command_may_take(slow_worlds):
     check_all_is_well(slow_worlds["rests"])
     of_rank_0, of_rank_1 = slow_worlds["rests"].result
-    assert of_rank_0 < 6 <= of_rank_1 + 0.1  # for commands, but for the way of the last
+    assert 0 < of_rank_0 < 6 <= of_rank_1 + 0.1  # for commands, but for the way of the last
 
 
 @pytest.mark.parametrize("name", STUCK)
@@ -233,13 +233,10 @@ def test_nodes_whose_clocks_differ_agree_on_the_time(worlds):
     assert max(times) - min(times) < 30
 
 
-def test_a_stage_waits_for_the_one_before_and_rank_0_until_all_have_loaded(worlds):
-    waits = struck(TWO_STAGES, "be late", "prefill", rank=0, seconds=3) | dict(program="waits")
-    loads = struck(TWO_PARTS, "be late", "load", rank=1, seconds=3) | dict(program="loads")
-    waited, loaded = worlds.run(waits, loads)
-    (_, first), (_, second) = waited.result
+def test_a_stage_waits_for_the_one_before(worlds):
+    late = struck(TWO_STAGES, "be late", "prefill", rank=0, seconds=3)
+    (_, first), (_, second) = worlds.result(**late | dict(program="waits"))
     assert second < 2.9 < first < 20
-    assert loaded.result > 2
 
 
 @pytest.mark.parametrize("sizes", [dict(pp=2), dict(pp=1, copies=2, kind="replicas")])
@@ -359,15 +356,10 @@ def test_caches_of_runners_that_are_gone_are_free():
 @pytest.mark.slow
 @pytest.mark.parametrize("tp, pp, seeds", [(2, 1, [1]), (1, 4, [1, 2])])
 def test_an_interrupt_while_rank_0_decides_or_waits_changes_no_text(worlds, tp, pp, seeds):
-    job = dict(
-        program="interrupted",
-        tp=tp,
-        pp=pp,
-        tiny=dict(n_kv_head=2, n_layer=pp),
-    )
-    counts = worlds.result(**job, seeds=seeds, engine=ENGINE | dict(page_size=4, pages=8))
-    assert counts["interrupts"] >= 20
-    assert counts["waiting"] > 2
+    few_pages = ENGINE | dict(page_size=4, pages=8)
+    sizes = dict(tp=tp, pp=pp, tiny=dict(n_kv_head=2, n_layer=pp))
+    count = worlds.result(program="interrupted", seeds=seeds, engine=few_pages, **sizes)
+    assert count >= 20
 
 
 @pytest.mark.slow
@@ -380,7 +372,7 @@ def test_a_request_on_its_way_is_aborted_in_its_micro_batch(worlds):
 
 
 def test_a_policy_may_raise_but_a_command_broken_off_is_the_last(worlds):
-    assert worlds.result(**TWO_STAGES | dict(program="policy_raises")) == "my policy"
+    assert worlds.result(**TWO_STAGES | dict(program="policy_raises")) == 1
     (ended,) = worlds.run(TWO_STAGES | dict(program="command_broken_off"))
     check_all_end(ended)
     check_error(ended.errors, "the ranks are out of step, as rank 0 broke a command off")

@@ -1,18 +1,16 @@
-"""Attention by xformers: its masks are Figure 6, and its plan is that of torch.
+"""Attention by xformers computes what torch's does, from the masks that it is given.
 
 Stand-ins that follow xformers' contract take the place of its operators. See also cuda/."""
 
 import subprocess
 import sys
-from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
-from attention import SDPA, PagedSDPA, fallback, xformers
+from attention import SDPA, fallback
 from attention.decode_sizes import padded_size, padded_sizes
 from attention.xformers import XFormers
 from engine import Engine
@@ -20,29 +18,9 @@ from kv_cache import slot_mapping
 from model import FlatBatch
 from policies import POLICIES
 from sampling import SamplingParams, sample
-from test_equivalence import a_span, close, figure_6
+from test_equivalence import a_span, close
+from tests.cuda.batches import on_cuda
 from tests.helpers import poisoned_cache, tiny_model
-
-CHUNKS = [  # (pages, start, length) of each, in pages of 12 tokens
-    [([0], 0, 4)],
-    [([0], 4, 4)],
-    [([0], 8, 4)],
-    [([3], 6, 1), ([0], 0, 1), ([2], 9, 1)],
-    [([4], 5, 2), ([1], 0, 12), ([2], 3, 9)],
-]
-
-
-@pytest.mark.parametrize("chunks", CHUNKS)
-def test_xformers_mask_is_figure_6_in_every_page(chunks):
-    rows = []
-    for (page,), start, length in chunks:
-        row = torch.zeros(length, 60, dtype=torch.bool)
-        row[:, page * 12 : page * 12 + start + length] = figure_6(start, length)
-        rows.append(row)
-    expected = torch.cat(rows)
-    mask = xformers.gappy_bias([a_span(*chunk) for chunk in chunks], pages=5, page_size=12)
-    assert torch.equal(mask.materialize(expected.shape) == 0, expected)
-    assert mask.k_seqinfo.max_seqlen == 12  # always, or Triton would compile in each iteration
 
 
 def seen_by_split_k(mask, slots):
@@ -54,35 +32,6 @@ def seen_by_split_k(mask, slots):
     for row, table, length in zip(seen, mask.block_tables.tolist(), lengths, strict=True):
         row[slot_mapping(table, mask.page_size, 0, length)] = True
     return seen
-
-
-DECODES = [  # in pages of 4 tokens
-    [([4], 0, 1)],
-    [([0], 0, 1)],
-    [([2, 0], 7, 1), ([3, 4], 4, 1)],
-    [([0, 5, 2], 8, 1), ([1], 3, 1), ([4, 3], 5, 1)],
-    [([5, 1, 2], 2, 1)],  # has pages to grow into
-]
-
-
-@pytest.mark.parametrize("decodes", DECODES)
-def test_paged_mask_is_figure_6_in_every_block_table(decodes):
-    n = len(decodes)
-    expected = torch.zeros(n, 24, dtype=torch.bool)
-    for row, (pages, start, length) in zip(expected, decodes, strict=True):
-        row[slot_mapping(pages, 4, 0, start + 1)] = figure_6(start, length)[0]
-    mask = xformers.paged_bias([a_span(*span) for span in decodes], page_size=4, max_len=12)
-    assert torch.equal(seen_by_split_k(mask, 24), expected)
-    assert mask.block_tables.dtype == torch.int32
-    assert mask.block_tables.is_contiguous()
-    assert mask.block_tables.shape == (n, 3)  # always, or Triton would compile in each iteration
-    assert mask.k_seqinfo.padding == 12
-    assert mask.q_seqinfo.seqstart.tolist() == list(range(n + 1))
-    if not any(0 in pages for pages, *_ in decodes):  # where xformers' own reading can be read
-        own_mask = mask.materialize((n, 12 * n)) == 0
-        width = own_mask.shape[1]
-        assert torch.equal(own_mask, expected[:, :width])
-        assert not expected[:, width:].any()
 
 
 @pytest.mark.slow
@@ -108,8 +57,8 @@ def test_numbers_of_decodes_are_padded_to_few_sizes():
 
 @pytest.fixture
 def operators(monkeypatch):
-    """Lets XFormers be made as on CUDA. Replaces xformers' operators by functions of (operator,
-    inputs) that return y."""
+    """Lets XFormers be made as on CUDA. Returns a function that lets another one compute: one of
+    (operator, inputs) that returns y."""
     from xformers.ops import fmha
 
     monkeypatch.setattr(fmha.flash, "FLASH_VERSION", "2.8.0")
@@ -118,19 +67,15 @@ def operators(monkeypatch):
     for module in (attention, fallback):
         monkeypatch.setattr(module, "SIXTEEN_BITS", (torch.float64,))
 
-    class Operators:
-        flash = fmha.flash.FwOp
-        split_k = fmha.triton_splitk.FwOp
+    def let_compute(compute):
+        def apply(operator, inputs, needs_gradient):
+            return compute(operator, inputs), None
 
-        def replace(self, **functions):
-            for name, function in functions.items():
+        for operator in (fmha.flash.FwOp, fmha.triton_splitk.FwOp):
+            monkeypatch.setattr(operator, "apply", classmethod(apply))
+        return fmha.flash.FwOp, fmha.triton_splitk.FwOp
 
-                def apply(operator, inputs, needs_gradient, function=function):
-                    return function(operator, inputs), None
-
-                monkeypatch.setattr(getattr(self, name), "apply", classmethod(apply))
-
-    return Operators()
+    return let_compute
 
 
 def return_queries(operator, inputs):
@@ -170,7 +115,7 @@ def test_xformers_plan_equals_sdpa(model, case, split_k, operators):
         inputs.validate_inputs()
         reasons = operator.not_supported_reasons(inputs)  # of shapes, strides and mask
         assert all(reason.startswith(OF_THIS_MACHINE) for reason in reasons)
-        if not is_paged or operator is operators.split_k:
+        if not is_paged or operator is split_k_operator:
             assert inputs.key.data_ptr() == cache.data.data_ptr()  # a view, not a copy
         visible = visible_keys(inputs.attn_bias, q.shape[1], keys.shape[1])
         read = visible.any(dim=0)  # the operators do not touch what no query sees
@@ -179,25 +124,26 @@ def test_xformers_plan_equals_sdpa(model, case, split_k, operators):
         y = (scores.softmax(dim=-1) @ values[:, read].nan_to_num()).transpose(0, 1)[None]
         return y.unflatten(2, inputs.query.shape[2:4])
 
-    operators.replace(flash=attend, split_k=attend)
-    decodes, chunks = ([a_span(*span) for span in spans] for spans in (decodes, chunks))
+    flash_operator, split_k_operator = operators(attend)
+    decodes = [a_span(*span) for span in decodes]
+    chunks = [a_span(*span) for span in chunks]
     data = cache.data[0]
     for span in decodes + chunks:
         slots = slot_mapping(span.pages, page_size, 0, span.end)
         data[:, :, slots] = torch.rand_like(data[:, :, slots])
     backend = XFormers(model.config, cache, split_k)
-    decode_operator = operators.split_k if split_k or is_paged else operators.flash
-    assert [operator for operator, *_ in calls] == [decode_operator, operators.flash]  # the probe
+    decode_operator = split_k_operator if split_k or is_paged else flash_operator
+    assert [operator for operator, *_ in calls] == [decode_operator, flash_operator]  # the probe
     calls.clear()
     n = len(decodes)
     rows = sum(span.length for span in chunks)
     layer = cache.layer(0)
     q = torch.randn(n + rows, model.config.n_head, model.config.head_dim, dtype=torch.float64)
-    expected = PagedSDPA(model.config, cache).plan(decodes + chunks)(q, *layer)
+    expected = SDPA(model.config, cache).plan(decodes + chunks)(q, *layer)
     close(backend.plan(decodes + chunks)(q, *layer), expected)
-    size = padded_size(n) if decode_operator is operators.split_k else n
+    size = padded_size(n) if decode_operator is split_k_operator else n
     copied_pages = 9 if is_paged else pages
-    assert calls == [(decode_operator, size, pages), (operators.flash, rows, copied_pages)]
+    assert calls == [(decode_operator, size, pages), (flash_operator, rows, copied_pages)]
     close(backend.plan(decodes[:-1])(q[: n - 1], *layer), expected[: n - 1])
     close(backend.plan(chunks)(q[n:], *layer), expected[n:])
 
@@ -226,7 +172,7 @@ class NoWaiting(TorchDispatchMode):
 @in_both_layouts
 def test_xformers_and_sampling_do_not_wait_for_the_device(case, operators):
     decodes, chunks, sizes = case
-    operators.replace(flash=return_queries, split_k=return_queries)
+    operators(return_queries)
     model = tiny_model(head_dim=16)
     cache = poisoned_cache(model, *sizes, position_major=True)
     backend = XFormers(model.config, cache)
@@ -243,16 +189,17 @@ def test_xformers_and_sampling_do_not_wait_for_the_device(case, operators):
 @pytest.mark.parametrize("page_size", [64, 256])
 def test_no_kernel_is_left_to_compile_after_warm_up(policy, page_size, operators):
     """Triton compiles split-K for the number of decodes, a bound of keys, the tables' width."""
-    kernels = Counter()
+    kernels = set()
 
-    def split_k(operator, inputs):
+    def note_kernel(operator, inputs):
         mask = inputs.attn_bias
         is_paged = hasattr(mask, "block_tables")
         bound = mask.block_tables.shape[1] if is_paged else mask.k_seqinfo.max_seqlen
-        kernels[inputs.query.shape[1], is_paged, bound] += 1
+        if operator is split_k_operator:
+            kernels.add((inputs.query.shape[1], is_paged, bound))
         return inputs.query
 
-    operators.replace(flash=return_queries, split_k=split_k)
+    _, split_k_operator = operators(note_kernel)
     max_batch = 13
     engine = Engine(
         tiny_model(n_layer=1, head_dim=16),
@@ -270,7 +217,7 @@ def test_no_kernel_is_left_to_compile_after_warm_up(policy, page_size, operators
     requests = range(2 * max_batch)
     params = [SamplingParams(4 + i) for i in requests]
     engine.generate([[1] * (10 + 5 * i) for i in requests], params, progress=False)
-    assert set(kernels) == warm
+    assert kernels == warm
 
 
 @pytest.mark.parametrize("page_size", [16, 96])
@@ -279,7 +226,5 @@ def test_pages_that_xformers_cannot_read_are_refused_or_go_to_torch(page_size, o
     cache = poisoned_cache(model, 20, page_size, max_len=256, position_major=True)
     with pytest.raises(ValueError, match=f"page_size={page_size}: must be .*a multiple of 64"):
         XFormers(model.config, cache)
-    data = SimpleNamespace(is_cuda=True, dtype=cache.data.dtype, device=cache.data.device)
-    on_cuda = SimpleNamespace(**vars(cache) | dict(layer=cache.layer, data=data))
     with pytest.warns(UserWarning, match=f"page_size={page_size}"):  # auto says why
-        assert isinstance(attention.make_attention(model.config, on_cuda), SDPA)
+        assert isinstance(attention.make_attention(model.config, on_cuda(cache)), SDPA)

@@ -101,8 +101,6 @@ def time_following_batches(
     for _ in range(2):
         commands = [runner.send(chunks) for _ in range(FOLLOWING)]
         results = [runner.collect(command) for command in commands]
-        for command in commands:
-            runner.forget(command)
     return results
 
 

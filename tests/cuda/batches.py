@@ -1,18 +1,14 @@
 """Hybrid batches, and caches on the CPU that lie as those on CUDA do, with NaN in unread slots."""
 
 import contextlib
-import random
-from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from attention import BACKENDS, DEVICES
-from kv_cache import KVCache, slot_mapping
+from kv_cache import slot_mapping
 from model import GPTConfig
-from request import Chunk
 from runtime.lone_chunk import lone_chunk
 from tests.helpers import poisoned_cache
 
@@ -20,27 +16,19 @@ CUDA_BACKENDS = [name for name in BACKENDS if DEVICES.get(name) == "cuda"]
 PAGE_MULTIPLES = {"flash": 256}  # what a backend demands of small pages; others: 64
 
 
-def reads_pages(name: str, page_size: int, max_len: int) -> bool:
+def reads_pages(name, page_size, max_len):
     """Whether the backend of that name reads pages of this size."""
     return page_size == max_len or page_size % PAGE_MULTIPLES.get(name, 64) == 0
 
 
-def config_of(n_head: int, n_kv_head: int, head_dim: int) -> GPTConfig:
+def config_of(n_head, n_kv_head, head_dim):
     """The geometry of attention; the other sizes are of no importance."""
     return GPTConfig(
         n_layer=2, n_head=n_head, n_kv_head=n_kv_head, n_embd=64, n_inner=64, head_dim=head_dim
     )
 
 
-def random_ends(rng: random.Random, count: int, max_len: int) -> list[tuple[int, int]]:
-    """(end, length) of some spans, of which about half are decodes."""
-    ends = [rng.randint(1, max_len) for _ in range(count)]
-    return [(end, rng.choice([1, 1, min(2, end), rng.randint(1, end), end])) for end in ends]
-
-
-def scattered_spans(
-    rng: random.Random, ends: Sequence[tuple[int, int]], page_size: int
-) -> tuple[list[Chunk], int]:
+def scattered_spans(rng, ends, page_size):
     """Spans of these (end, length), decodes first, in pages that lie anywhere in a cache; and the
     number of pages of that cache, two of which no span has."""
     pages = sum(-(-end // page_size) for end, _ in ends) + 2
@@ -52,15 +40,13 @@ def scattered_spans(
     return spans, pages
 
 
-def new_cache(
-    config: GPTConfig, pages: int, page_size: int, max_len: int, dtype: torch.dtype
-) -> KVCache:
+def new_cache(config, pages, page_size, max_len, dtype):
     """A cache on the CPU in the layout that it has on CUDA."""
     model = SimpleNamespace(config=config, dtype=dtype)
     return poisoned_cache(model, pages, page_size, max_len, position_major=True)
 
 
-def fill(cache: KVCache, spans: Sequence[Chunk]) -> None:
+def fill(cache, spans):
     """Put random keys and values where the spans may read, and NaN everywhere else."""
     cache.data.fill_(float("nan"))
     for span in spans:
@@ -69,23 +55,31 @@ def fill(cache: KVCache, spans: Sequence[Chunk]) -> None:
         cache.data[:, :, :, slots] = torch.randn(written.shape).to(written.dtype)
 
 
-def random_queries(spans: Sequence[Chunk], config: GPTConfig, dtype: torch.dtype) -> Tensor:
+def random_queries(spans, config, dtype):
     """q of these spans, (num_tokens, n_head, head_dim), a view of q, k and v as in the model."""
     rows = sum(span.length for span in spans)
     heads = config.n_head + 2 * config.n_kv_head
     return torch.randn(rows, heads, config.head_dim).to(dtype)[:, : config.n_head]
 
 
+def on_cuda(cache):
+    """A cache of the CPU that says that it is on a GPU."""
+    data = SimpleNamespace(
+        is_cuda=True,
+        dtype=cache.data.dtype,
+        device=cache.data.device,
+        shape=cache.data.shape,
+    )
+    return SimpleNamespace(**vars(cache) | dict(layer=cache.layer, data=data))
+
+
 @contextlib.contextmanager
-def capability(major: int, minor: int) -> Iterator[None]:
+def capability(major, minor):
     """Pretend that tensors of the CPU are on a GPU of this compute capability."""
-    answers = {
-        "get_device_capability": (major, minor),
-        "device_of": contextlib.nullcontext(),
-        "current_device": 0,
-    }
-    with contextlib.ExitStack() as stack:
-        for name, answer in answers.items():
-            function = mock.Mock(return_value=answer)
-            stack.enter_context(mock.patch.object(torch.cuda, name, function))
+    with mock.patch.multiple(
+        torch.cuda,
+        get_device_capability=lambda device: (major, minor),
+        device_of=lambda tensor: contextlib.nullcontext(),
+        current_device=lambda: 0,
+    ):
         yield

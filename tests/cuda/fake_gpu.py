@@ -15,10 +15,9 @@ import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -33,14 +32,12 @@ from tests.cuda.flash import check_flash_call, flash_call
 ROOT = Path(__file__).parents[2]
 BLOCK_BYTES = 512  # of torch's allocator on CUDA
 # These give the host a number from the device, or a shape that depends on one.
-DATA_DEPENDENT = {"_local_scalar_dense", "equal", "masked_select", "nonzero"}
-DATA_DEPENDENT |= {"_unique2", "unique_dim", "unique_consecutive", "bincount"}
+DATA_DEPENDENT = """_local_scalar_dense equal masked_select nonzero _unique2 unique_dim
+    unique_consecutive bincount""".split()
 # These only make another view, or take memory.
-LAUNCH_NOTHING = {"_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach"}
-LAUNCH_NOTHING |= {"empty", "empty_like", "empty_permuted", "empty_strided", "expand", "lift_fresh"}
-LAUNCH_NOTHING |= {"new_empty", "permute", "reshape", "select", "slice", "split"}
-LAUNCH_NOTHING |= {"split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten"}
-LAUNCH_NOTHING |= {"unsqueeze", "view", "device"}
+LAUNCH_NOTHING = """_reshape_alias _unsafe_view alias as_strided chunk detach device empty
+    empty_like empty_permuted empty_strided expand lift_fresh new_empty permute reshape select slice
+    split split_with_sizes squeeze t transpose unbind unflatten unsqueeze view""".split()
 
 
 class Wait(NamedTuple):
@@ -54,29 +51,29 @@ class FakeDevice(FakeTensorMode):
     """Makes tensors that have no memory, on a device that does not exist."""
 
     @property
-    def avoid_device_init(self) -> bool:
+    def avoid_device_init(self):
         return True
 
 
 class FakeGPU(TorchDispatchMode):
     """The GPU of this process, as long as the context lasts: see the top of this file."""
 
-    def __init__(self, capability: tuple[int, int] = (8, 0), total_bytes: float = 80e9) -> None:
+    def __init__(self, capability=(8, 0), total_bytes=80e9):
         super().__init__()
         self.capability = capability
         self.total_bytes = int(total_bytes)
         self.allocated_bytes = 0
         self.peak_bytes = 0
-        self.kernels: Counter[str] = Counter()  # launched, by the name of the operator
+        self.kernels = Counter()  # launched, by the name of the operator
         self.capturing = False  # a CUDA graph
-        self.waits: list[Wait] = []
-        self.compiled: set[tuple[Any, ...]] = set()  # Triton's kernels, see Launcher
-        self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.waits = []
+        self.compiled = set()  # Triton's kernels, see Launcher
+        self.storages = weakref.WeakSet()
         self.pinned = WeakIdKeyDictionary()  # tensors of the host, as a set
         self.patches = contextlib.ExitStack()
 
     @contextlib.contextmanager
-    def plugged_in(self) -> Iterator[Self]:
+    def plugged_in(self):
         """The context in which the device "cuda" is this one."""
         with self.patches:
             self.patch_xformers()
@@ -86,11 +83,11 @@ class FakeGPU(TorchDispatchMode):
 
     # What is pretended.
 
-    def patch(self, target: Any, name: str, value: Any) -> None:
-        """Replace an attribute until the context ends."""
-        self.patches.enter_context(mock.patch.object(target, name, value))
+    def patch(self, target, **values):
+        """Replace attributes until the context ends."""
+        self.patches.enter_context(mock.patch.multiple(target, **values))
 
-    def patch_torch(self) -> None:
+    def patch_torch(self):
         """Let torch.cuda answer as if there were a driver."""
         real_tensor = torch.tensor
         stream = SimpleNamespace(
@@ -99,67 +96,61 @@ class FakeGPU(TorchDispatchMode):
             wait_stream=lambda stream: None,
         )
 
-        def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        def tensor(*args, pin_memory=False, **kwargs):
             x = real_tensor(*args, **kwargs)
             if pin_memory:
                 self.pinned[x] = True
             return x
 
-        def tolist(x: Tensor) -> list[Any]:
+        def tolist(x):
             if x.is_cuda:
                 self.wait("tolist")
             return zeros(x)
 
-        answers = {
-            "current_device": 0,
-            "current_stream": stream,
-            "device_count": 1,
-            "device_of": contextlib.nullcontext(),
-            "get_device_capability": self.capability,
-            "get_device_name": "a pretended GPU",
-            "is_available": True,
-        }
-        for name, answer in answers.items():
-            self.patch(torch.cuda, name, mock.Mock(return_value=answer))
-        self.patch(torch.cuda, "mem_get_info", lambda device=None: self.memory())
-        graphs = {
-            "CUDAGraph": lambda: FakeGraph(self),
-            "Stream": lambda device=None: stream,
-            "device": lambda device: contextlib.nullcontext(),
-            "graph": self.capture,
-            "graph_pool_handle": lambda: (0, 1),
-            "stream": lambda stream: contextlib.nullcontext(),
-        }
-        for name, function in graphs.items():
-            self.patch(torch.cuda, name, function)
-        for name in ("memory_allocated", "memory_reserved"):
-            self.patch(torch.cuda, name, lambda device=None: self.allocated_bytes)
-        self.patch(torch.cuda, "Event", FakeEvent)
-        self.patch(torch.cuda, "_sleep", lambda cycles: None)
-        self.patch(torch.cuda, "synchronize", lambda device=None: self.wait("synchronize"))
-        self.patch(torch, "tensor", tensor)
-        self.patch(torch, "Generator", HostGenerator)
-        self.patch(FakeTensor, "tolist", tolist)
-        self.patch(torch.nn.Module, "_apply", replace_parameters)
+        self.patch(
+            torch.cuda,
+            CUDAGraph=lambda: FakeGraph(self),
+            Event=FakeEvent,
+            Stream=lambda device=None: stream,
+            _sleep=lambda cycles: None,
+            current_device=lambda: 0,
+            current_stream=lambda device=None: stream,
+            device=lambda device: contextlib.nullcontext(),
+            device_count=lambda: 1,
+            device_of=lambda tensor: contextlib.nullcontext(),
+            get_device_capability=lambda device=None: self.capability,
+            get_device_name=lambda device=None: "a pretended GPU",
+            graph=self.capture,
+            graph_pool_handle=lambda: (0, 1),
+            is_available=lambda: True,
+            mem_get_info=lambda device=None: self.memory(),
+            memory_allocated=lambda device=None: self.allocated_bytes,
+            memory_reserved=lambda device=None: self.allocated_bytes,
+            stream=lambda stream: contextlib.nullcontext(),
+            synchronize=lambda device=None: self.wait("synchronize"),
+        )
+        self.patch(torch, tensor=tensor, Generator=HostGenerator)
+        self.patch(FakeTensor, tolist=tolist)
+        self.patch(torch.nn.Module, _apply=replace_parameters)
 
-    def patch_xformers(self) -> None:
+    def patch_xformers(self):
         """Record the launches of xformers' two Triton kernels."""
         from xformers.ops.fmha import triton_splitk
         from xformers.ops.fmha._triton import splitk_kernels
 
         split_k = Launcher("split_k", splitk_kernels._get_splitk_kernel(1), self)
         reduce = Launcher("split_k_reduce", splitk_kernels._splitK_reduce, self)
-        self.patch(triton_splitk.FwOp, "get_kernel", classmethod(lambda operator: split_k))
-        self.patch(splitk_kernels, "_splitK_reduce", reduce)
+        self.patch(triton_splitk.FwOp, get_kernel=classmethod(lambda operator: split_k))
+        self.patch(splitk_kernels, _splitK_reduce=reduce)
 
-    def memory(self) -> tuple[int, int]:
+    def memory(self):
         """Free and total bytes, as torch.cuda.mem_get_info."""
         return self.total_bytes - self.allocated_bytes, self.total_bytes
 
     # What is recorded.
 
     @contextlib.contextmanager
-    def capture(self, graph: "FakeGraph", pool: Any = None, stream: Any = None) -> Iterator[None]:
+    def capture(self, graph, pool=None, stream=None):
         """As torch.cuda.graph: kernels are not launched but become part of a graph."""
         launched = self.kernels
         self.kernels = graph.kernels
@@ -170,7 +161,7 @@ class FakeGPU(TorchDispatchMode):
             self.kernels = launched
             self.capturing = False
 
-    def wait(self, reason: str) -> None:
+    def wait(self, reason):
         """Record that the host waits for the device here. Raises RuntimeError in a capture."""
         if self.capturing:
             raise RuntimeError(f"{reason}: not permitted when the stream is capturing")
@@ -180,9 +171,7 @@ class FakeGPU(TorchDispatchMode):
         place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         self.waits.append(Wait(reason, place))
 
-    def __torch_dispatch__(
-        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if is_made_of_others(op):
             with self:
@@ -204,9 +193,7 @@ class FakeGPU(TorchDispatchMode):
             self.kernels[name] += 1
         return result
 
-    def note_waits(
-        self, name: str, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def note_waits(self, name, tensors, args, kwargs):
         """Record what an operator waits for that is given tensors on the device."""
         if name in DATA_DEPENDENT:
             self.wait(name)
@@ -219,9 +206,7 @@ class FakeGPU(TorchDispatchMode):
         if name == "copy_" and len({x.device.type for x in tensors}) == 2:
             self.note_copy(name, tensors[-1], args, kwargs)
 
-    def note_copy(
-        self, name: str, source: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def note_copy(self, name, source, args, kwargs):
         """Record a copy between host and device, unless it runs on while the host does.
 
         That takes non_blocking, and memory of the host that is pinned."""
@@ -231,7 +216,7 @@ class FakeGPU(TorchDispatchMode):
         elif not non_blocking:
             self.wait(f"{name} that blocks")
 
-    def allocate(self, x: Tensor) -> None:
+    def allocate(self, x):
         """Count the memory of a tensor, until it is freed."""
         storage = x.untyped_storage()
         if storage in self.storages:
@@ -242,7 +227,7 @@ class FakeGPU(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         weakref.finalize(storage, self.free, size)
 
-    def free(self, size: int) -> None:
+    def free(self, size):
         """Count memory as free again."""
         self.allocated_bytes -= size
 
@@ -250,25 +235,24 @@ class FakeGPU(TorchDispatchMode):
 class FakeGraph:
     """Stands for a torch.cuda.CUDAGraph: each replay is one launch."""
 
-    def __init__(self, gpu: FakeGPU) -> None:
+    def __init__(self, gpu):
         self.gpu = gpu
-        self.kernels: Counter[str] = Counter()  # that were captured
+        self.kernels = Counter()  # that were captured
 
-    def replay(self) -> None:
-        """Launch all of it."""
+    def replay(self):
         self.gpu.kernels["cuda_graph"] += 1
 
 
 class FakeEvent:
     """Stands for a torch.cuda.Event. Nothing takes any time on this device, but for 1 ms."""
 
-    def __init__(self, enable_timing: bool) -> None:
+    def __init__(self, enable_timing):
         assert enable_timing
 
-    def record(self) -> None:
+    def record(self):
         """Do nothing."""
 
-    def elapsed_time(self, end: "FakeEvent") -> float:
+    def elapsed_time(self, end):
         """The milliseconds between two events."""
         return 1.0
 
@@ -276,7 +260,7 @@ class FakeEvent:
 class HostGenerator(torch.Generator):
     """A generator on the host, whatever its device is to be."""
 
-    def __new__(cls, device: Any = "cpu") -> Self:
+    def __new__(cls, device="cpu"):
         return super().__new__(cls, "cpu")
 
 
@@ -285,7 +269,7 @@ class Launcher:
 
     Triton compiles a kernel for each set of constants, types, and kinds of whole numbers."""
 
-    def __init__(self, name: str, kernel: Any, gpu: FakeGPU) -> None:
+    def __init__(self, name, kernel, gpu):
         self.name = name
         self.gpu = gpu
         while not hasattr(kernel, "params"):
@@ -293,10 +277,10 @@ class Launcher:
         self.names = [parameter.name for parameter in kernel.params]
         self.constants = {p.name for p in kernel.params if p.is_constexpr}
 
-    def __getitem__(self, grid: Any) -> Any:
+    def __getitem__(self, grid):
         return self.launch
 
-    def launch(self, *args: Any, **kwargs: Any) -> None:
+    def launch(self, *args, **kwargs):
         """Note a launch. Raises RuntimeError for a tensor that is not on the device."""
         arguments = dict(zip(self.names, args, strict=False)) | kwargs
         key = [self.name]
@@ -312,7 +296,7 @@ class Launcher:
         self.gpu.compiled.add(tuple(key))
 
 
-def is_made_of_others(op: Any) -> bool:
+def is_made_of_others(op):
     """Whether an operator only calls others on CUDA. In inference_mode it is dispatched whole."""
     if op.namespace != "aten":
         return False
@@ -320,20 +304,20 @@ def is_made_of_others(op: Any) -> bool:
     return has_kernel(op.name(), "CompositeImplicitAutograd") and not has_kernel(op.name(), "CUDA")
 
 
-def is_of_project(file: str) -> bool:
+def is_of_project(file):
     """Whether this is code of the project, and not of the stand-in."""
     return file.startswith(str(ROOT)) and "site-packages" not in file and file != __file__
 
 
-def zeros(x: Tensor) -> Any:
+def zeros(x):
     """Nested lists of zeros in the shape of x."""
-    nested: Any = 0.0 if x.is_floating_point() else 0
+    nested = 0.0 if x.is_floating_point() else 0
     for size in reversed(x.shape):
         nested = [nested] * size
     return nested
 
 
-def replace_parameters(module: Any, fn: Any, recurse: bool = True) -> Any:
+def replace_parameters(module, fn, recurse=True):
     """nn.Module._apply by new parameters: torch's own swaps the memory of pretended ones."""
     for child in module.children():
         child._apply(fn)

@@ -6,13 +6,10 @@ a process of its own, see split_k.Worker: Inductor remembers what it was told.""
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from model import Block, GPTConfig
 from tests.cuda.fake_gpu import FakeDevice
@@ -45,19 +42,19 @@ class CodeGenerated(Exception):  # noqa: N818
 
 
 @contextlib.contextmanager
-def generates_for_cuda(codes: list[str]) -> Iterator[None]:
+def generates_for_cuda(codes):
     """Let Inductor generate code for an A100, put it into `codes`, and raise CodeGenerated."""
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.fx_passes import fuse_attention, misc_patterns, pad_mm
     from torch._inductor.graph import GraphLowering
 
-    def keep_code(graph: Any) -> None:
+    def keep_code(graph):
         code, _ = graph.codegen()
         codes.append(code.value)
         raise CodeGenerated
 
     pretend_driver((8, 0))
-    patches: list[tuple[Any, str, Any]] = [
+    patches = [
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "current_device", lambda: 0),
@@ -83,11 +80,11 @@ def generates_for_cuda(codes: list[str]) -> Iterator[None]:
         yield
 
 
-def launches_of(function: Callable[..., Any], *inputs: Tensor) -> list[str]:
+def launches_of(function, *inputs):
     """The names of what a compiled function launches: "triton", or those of library functions."""
     from torch._inductor.exc import InductorError
 
-    codes: list[str] = []
+    codes = []
     with generates_for_cuda(codes):
         try:
             torch.compile(function, dynamic=True, fullgraph=True)(*inputs)
@@ -99,14 +96,14 @@ def launches_of(function: Callable[..., Any], *inputs: Tensor) -> list[str]:
     return ["".join(names) for names in LAUNCH.findall(code)]  # one of the three is not empty
 
 
-def launches_of_a_layer(family: str, n_kv_head: int) -> list[list[str]]:
+def launches_of_a_layer(family, n_kv_head):
     """What the two halves of a LLaMA-13B's layer launch for six rows, before attention and after.
 
     The family and the heads of keys and values may be others."""
     config = GPTConfig(
         family, n_layer=1, n_head=40, n_kv_head=n_kv_head, n_embd=5120, n_inner=13824
     )
-    device: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    device = {"device": "cuda", "dtype": torch.bfloat16}
     with FakeDevice(), torch.inference_mode():
         block = Block(config, **device)
         x = torch.empty(6, config.n_embd, **device)

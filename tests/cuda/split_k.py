@@ -5,11 +5,10 @@ driver. `Worker` starts such a process, and the other functions here run in it."
 
 import logging
 import random
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -46,23 +45,23 @@ class Decodes(NamedTuple):
 class Worker:
     """A process whose Triton has this environment."""
 
-    def __init__(self, **environment: str) -> None:
+    def __init__(self, **environment):
         self.environment = environment
         self.pool = ProcessPoolExecutor(1, get_context("spawn"))
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, function, *args):
         """The result of a function of this file, or what it raises."""
         with pytest.MonkeyPatch.context() as patch:  # the process starts at the first call
             for name, value in self.environment.items():
                 patch.setenv(name, value)
             return self.pool.submit(function, *args).result(SECONDS)
 
-    def close(self) -> None:
+    def close(self):
         """End the process."""
         self.pool.shutdown()
 
 
-def interpret(decodes: Decodes) -> float:
+def interpret(decodes):
     """The largest difference of interpreted split-K in float16 from attention by definition."""
     torch.manual_seed(0)
     logging.getLogger("xformers").setLevel(logging.ERROR)
@@ -85,14 +84,14 @@ def interpret(decodes: Decodes) -> float:
 class Compiler:
     """Stands for a Triton kernel: compiles it for each new set of arguments, launches nothing."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel):
         self.kernel = kernel
         self.count = 0
 
-    def __getitem__(self, grid: Any) -> Any:
+    def __getitem__(self, grid):
         return self.compile
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, *args, **kwargs):
         """Compile for these arguments if that was not done before."""
         function = getattr(self.kernel, "fn", self.kernel)  # under xformers' heuristics
         function = function if hasattr(function, "device_caches") else self.kernel
@@ -101,7 +100,7 @@ class Compiler:
         self.count += sum(len(cache[0]) for cache in function.device_caches.values()) - before
 
 
-def pretend_driver(capability: tuple[int, int]) -> None:
+def pretend_driver(capability):
     """Let Triton compile for a GPU of that compute capability, which need not be here."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
@@ -116,7 +115,7 @@ def pretend_driver(capability: tuple[int, int]) -> None:
     )
 
 
-def count_compiled(decodes: Decodes, sizes: tuple[int, ...]) -> list[int]:
+def count_compiled(decodes, sizes):
     """How many kernels Triton compiles for a GPU for batches of so many decodes, one by one."""
     logging.getLogger("xformers").setLevel(logging.ERROR)
     from xformers.ops.fmha import triton_splitk

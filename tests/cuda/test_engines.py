@@ -27,21 +27,34 @@ SERVED = [  # backend, page_size
     for page_size in (MAX_LEN, 256, 64)
     if backend in ("auto", "sdpa") or reads_pages(backend, page_size, MAX_LEN)
 ]
-OF_EVERY_POLICY = [pair for pair in SERVED if pair[1] != 256 or pair[0] == "flash"]
-# temperature, top_k, top_p, logprobs
-SAMPLED = [
-    (0, 0, 1, True),
-    (0.7, 5, 1, False),
-    (1, 0, 0.5, True),
-    (2, 0, 1, False),
-    (0, 0, 1, False),
+OPTIONS = [dict(attention=attention, page_size=page_size) for attention, page_size in SERVED]
+OPTIONS += [dict(policy=policy, page_size=n) for policy in POLICIES for n in (MAX_LEN, 64)]
+OPTIONS += [dict(prefix_caching=True, page_size=n) for n in (256, 64)]
+FAMILIES = [dict(family="gpt2", n_kv_head=4), dict(n_kv_head=4), dict(n_kv_head=1)]
+MODELS = [dict(qk_norm=True), dict(qkv_bias=True), dict(tie_embeddings=True)]
+MODELS += [dict(head_dim=n) for n in (8, 80, 128, 256)]
+PARAMS = [
+    SamplingParams(3, logprobs=True),
+    SamplingParams(3, temperature=0.7, top_k=5),
+    SamplingParams(3, temperature=1, top_p=0.5, logprobs=True),
+    SamplingParams(3, temperature=2),
+    SamplingParams(3),
 ]
+PROMPTS = [[1] * n for n in (1, 30, 7, 150, 400)]
 
 
 def new_model(family="llama", n_kv_head=2, dtype=torch.bfloat16, head_dim=64, **changes):
     """A model on the pretended GPU."""
-    sizes = dict(vocab_size=61, n_layer=1, n_head=4, n_embd=4 * head_dim, n_inner=48)
-    sizes |= dict(n_kv_head=n_kv_head, head_dim=head_dim, max_positions=1024)
+    sizes = dict(
+        vocab_size=61,
+        n_layer=1,
+        n_head=4,
+        n_kv_head=n_kv_head,
+        n_embd=4 * head_dim,
+        n_inner=48,
+        head_dim=head_dim,
+        max_positions=1024,
+    )
     return GPT(GPTConfig(family, **sizes | changes), "cuda", dtype)
 
 
@@ -64,10 +77,8 @@ def serve(gpu, model, policy="sarathi-serve", attention="auto", page_size=MAX_LE
     )
     engine.warm_up()
     compiled = set(gpu.compiled)
-    params = [SamplingParams(3, t, k, p, logprobs=wanted) for t, k, p, wanted in SAMPLED]
-    prompts = [[1] * n for n in (1, 30, 7, 150, 400)]
-    for prompt, param in zip(prompts, params, strict=True):
-        engine.add_request(prompt, param)
+    for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+        engine.add_request(prompt, params)
     completions = []
     while engine.has_work:
         gpu.waits.clear()
@@ -81,21 +92,21 @@ def serve(gpu, model, policy="sarathi-serve", attention="auto", page_size=MAX_LE
     return engine
 
 
-@pytest.mark.parametrize("attention, page_size", OF_EVERY_POLICY)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_serves_with_every_backend(gpu, policy, attention, page_size):
-    serve(gpu, new_model(), policy, attention, page_size)
-
-
-@pytest.mark.parametrize("attention, page_size", [pair for pair in SERVED if pair[1] == 256])
-def test_pages_that_any_backend_reads_are_served(gpu, attention, page_size):
-    serve(gpu, new_model(), attention=attention, page_size=page_size)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_policy_and_every_backend_serves(gpu, options):
+    serve(gpu, new_model(), **options)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", *CUDA_BACKENDS])
-@pytest.mark.parametrize("family, n_kv_head", [("gpt2", 4), ("llama", 4), ("llama", 1)])
-def test_every_family_serves_with_every_backend(gpu, family, n_kv_head, attention):
-    serve(gpu, new_model(family, n_kv_head, torch.float16), attention=attention)
+@pytest.mark.parametrize("changes", FAMILIES, ids=str)
+def test_every_family_serves_with_every_backend(gpu, changes, attention):
+    serve(gpu, new_model(dtype=torch.float16, **changes), attention=attention)
+
+
+@pytest.mark.parametrize("page_size", [MAX_LEN, 64])
+@pytest.mark.parametrize("changes", MODELS, ids=str)
+def test_every_part_of_a_model_is_served(gpu, changes, page_size):
+    serve(gpu, new_model(**changes), page_size=page_size)
 
 
 @pytest.mark.parametrize("page_size", [MAX_LEN, 16])
@@ -104,36 +115,10 @@ def test_float32_is_served_by_torch(gpu, page_size):
     assert isinstance(engine.runner.attention, SDPA)
 
 
-@pytest.mark.parametrize("part", ["qk_norm", "qkv_bias", "tie_embeddings"])
-def test_every_part_of_a_model_is_served(gpu, part):
-    serve(gpu, new_model(**{part: True}))
-
-
-@pytest.mark.parametrize("page_size", [MAX_LEN, 64])
-@pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
-def test_every_head_dim_is_served(gpu, head_dim, page_size):
-    serve(gpu, new_model(head_dim=head_dim), page_size=page_size)
-
-
-@pytest.mark.parametrize("page_size", [256, 64])
-def test_prefix_caching_is_served(gpu, page_size):
-    serve(gpu, new_model(), page_size=page_size, prefix_caching=True)
-
-
 def test_pages_are_shared_by_default_as_flash_reads_them(gpu):
     engine = Engine(new_model(), max_batch=2, max_len=MAX_LEN, prefix_caching=True)
-    assert isinstance(engine.runner.attention, Flash) and engine.runner.attention.paged
-
-
-@pytest.mark.parametrize("policy", ["sarathi", "orca-best"])
-def test_nothing_is_compiled_after_warm_up(gpu, policy):
-    """These policies admit one prompt an iteration: few requests never decode together."""
-    sizes = dict(chunk=256, max_batch=12, max_len=512, page_size=64, pages=96)
-    engine = Engine(new_model(), policy=policy, attention="xformers", **sizes)
-    engine.warm_up()
-    compiled = set(gpu.compiled)
-    engine.generate([[1]] * 12, SamplingParams(16), progress=False)
-    assert gpu.compiled == compiled
+    assert isinstance(engine.runner.attention, Flash)
+    assert engine.runner.attention.paged
 
 
 @pytest.mark.parametrize("gpu", [(8, 6), (8, 9), (9, 0)], indirect=True)
@@ -146,7 +131,8 @@ def test_newer_gpus_are_served(gpu):
 def test_older_gpus_are_served_by_torch_which_is_said_once(gpu):
     with pytest.warns(UserWarning, match="sm80") as said:
         engine = serve(gpu, new_model(dtype=torch.float16))
-    assert len(said) == 1 and isinstance(engine.runner.attention, SDPA)
+    assert len(said) == 1
+    assert isinstance(engine.runner.attention, SDPA)
 
 
 def test_memory_of_model_and_cache_is_counted(gpu):
@@ -161,8 +147,6 @@ def test_memory_of_model_and_cache_is_counted(gpu):
 
 
 BATCHES = "batches 6x1@1024 256+5x1@1024 --preset llama-13b --layers 2"  # of 40: it takes long here
-
-
 OFFLINE = "--chunk 256 --preset llama-tiny --seq-len 600"
 SERVE = "serve --preset llama-tiny --requests 6 --batch 3 --max-len 600 --policies vllm --qps 9"
 

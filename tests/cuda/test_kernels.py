@@ -11,7 +11,6 @@ import torch
 from model import GPT, FlatBatch, GPTConfig
 from runtime.lone_chunk import lone_chunk
 from runtime.runner import Runner
-from tests.cuda import cpu_time
 from tests.cuda.batches import CUDA_BACKENDS, reads_pages
 
 MAX_LEN = 2048
@@ -41,24 +40,33 @@ CLASSES = {  # of operators, by their names
 LAYER = {"norm": 2, "product": 4, "RoPE": 4, "cache write": 1, "activation": 2, "residual": 2}
 
 
-def table_of(request, page_size):
-    """The block table of a request, which has all of its pages."""
-    width = MAX_LEN // page_size
-    return list(range(request * width, (request + 1) * width))
+READ = [  # attention, page_size
+    (attention, page_size)
+    for attention in CUDA_BACKENDS
+    for page_size in (MAX_LEN, 256, 64)
+    if reads_pages(attention, page_size, MAX_LEN)
+]
 
 
 def kernels_of_a_layer(gpu, attention, page_size, lengths):
     """{class of operators: kernels} of a layer in the hybrid batch of spans with these lengths."""
     counts = []
+    width = MAX_LEN // page_size
+    spans = []
+    for i, length in enumerate(lengths):
+        table = list(range(i * width, (i + 1) * width))
+        spans.append(lone_chunk(table, 1000, [1] * length))
     for n_layer in (2, 3):  # the difference is one layer
         config = GPTConfig(
-            n_layer=n_layer, n_head=8, n_kv_head=2, n_embd=1024, vocab_size=64, n_inner=512
+            n_layer=n_layer,
+            n_head=8,
+            n_kv_head=2,
+            n_embd=1024,
+            vocab_size=64,
+            n_inner=512,
         )
         model = GPT(config, "cuda", torch.bfloat16)
-        pages = len(lengths) * MAX_LEN // page_size
-        runner = Runner(model, pages, page_size, MAX_LEN, attention)
-        tables = [table_of(request, page_size) for request in range(len(lengths))]
-        spans = [lone_chunk(table, 1000, [1] * n) for table, n in zip(tables, lengths, strict=True)]
+        runner = Runner(model, len(lengths) * width, page_size, MAX_LEN, attention)
         batch = FlatBatch.build(spans, runner.attention)
         gpu.kernels.clear()
         runner.model(batch, runner.cache)
@@ -70,42 +78,19 @@ def kernels_of_a_layer(gpu, attention, page_size, lengths):
 
 
 @pytest.mark.cuda_build
-@pytest.mark.parametrize("page_size", [MAX_LEN, 256, 64])
-@pytest.mark.parametrize("attention", CUDA_BACKENDS)
-def test_kernels_of_a_decode_only_layer(gpu, attention, page_size):
-    if not reads_pages(attention, page_size, MAX_LEN):
-        pytest.skip(f"{attention} does not read pages of {page_size}")
-    kernels = kernels_of_a_layer(gpu, attention, page_size, [1] * 6)
-    split_k = attention == "xformers-split-k" or (attention == "xformers" and page_size < MAX_LEN)
+@pytest.mark.parametrize("chunk", [[], [250]], ids=["decode-only", "hybrid"])
+@pytest.mark.parametrize("attention, page_size", READ)
+def test_kernels_of_a_layer(gpu, attention, page_size, chunk):
+    """Six decodes, padded to eight where Triton compiles for their number, or five and a chunk: a
+    second call of attention, whose results are joined."""
+    is_paged = page_size < MAX_LEN
     expected = LAYER | {"attention": 1}
-    if split_k:  # adds up its pieces, and six decodes are padded to eight
-        expected |= {"attention": 2, "padding": 1}
-    assert kernels == expected
-
-
-@pytest.mark.cuda_build
-@pytest.mark.parametrize("page_size", [MAX_LEN, 256, 64])
-@pytest.mark.parametrize("attention", CUDA_BACKENDS)
-def test_kernels_of_a_hybrid_layer(gpu, attention, page_size):
-    """Two calls of attention, whose results are joined; xformers copies small pages of chunks."""
-    if not reads_pages(attention, page_size, MAX_LEN):
-        pytest.skip(f"{attention} does not read pages of {page_size}")
-    kernels = kernels_of_a_layer(gpu, attention, page_size, [1] * 5 + [250])
-    copies = attention != "flash" and page_size < MAX_LEN
-    split_k = attention == "xformers-split-k" or copies
-    expected = LAYER | {"attention": 2, "join of calls": 1}
-    if split_k:
-        expected |= {"attention": 3, "padding": 1}
-    if copies:
+    if chunk:
+        expected |= {"attention": 2, "join of calls": 1}
+    if attention == "xformers-split-k" or (attention == "xformers" and is_paged):
+        expected["attention"] += 1  # adds up its pieces
+        expected["padding"] = 1
+    if chunk and is_paged and attention != "flash":
         expected["copy of pages"] = 2
-    assert kernels == expected
-
-
-@pytest.mark.cuda_build
-def test_the_cpu_time_of_a_layer_is_printed_for_each_backend(capsys):
-    cpu_time.main(["--layers", "1", "--repeats", "4"])
-    heads, *rows = capsys.readouterr().out.splitlines()
-    assert heads.split()[-len(cpu_time.PARTS) :] == list(cpu_time.PARTS)
-    assert {row.split()[0] for row in rows} == {"sdpa", *CUDA_BACKENDS}
-    for row in rows:
-        assert all(float(cell) > 0 for cell in row.split()[2:])
+    decodes = [1] * (6 - len(chunk))
+    assert kernels_of_a_layer(gpu, attention, page_size, decodes + chunk) == expected

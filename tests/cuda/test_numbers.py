@@ -20,21 +20,31 @@ MAX_LEN = 720
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
+GREEDY = [SamplingParams(6, logprobs=True)]
+MIXED = [
+    *GREEDY,
+    SamplingParams(9, temperature=0.7, top_k=5, logprobs=True),
+    SamplingParams(9, temperature=1.0, top_p=0.5, logprobs=True),
+    SamplingParams(9, temperature=2.0, logprobs=True),
+]
+
+
 class Load(NamedTuple):
     """Some prompts, all of them beginnings of one text, and how they are served."""
 
-    prompt_lengths: tuple[int, ...]
+    prompt_lengths: list[int]
     chunk: int
     max_batch: int
-    params: tuple[SamplingParams, ...]  # of the prompts, again and again
+    params: list[SamplingParams]  # of the prompts, again and again
     prefix_caching: bool = False
 
+    def params_of_each(self):
+        """The params of each prompt."""
+        return [self.params[i % len(self.params)] for i in range(len(self.prompt_lengths))]
 
-GREEDY = SamplingParams(max_new_tokens=6, logprobs=True)
-SAMPLED = [dict(temperature=0.7, top_k=5), dict(temperature=1.0, top_p=0.5), dict(temperature=2.0)]
-MIXED = (GREEDY, *(SamplingParams(max_new_tokens=9, logprobs=True, **how) for how in SAMPLED))
-FEW = Load((1, 30, 7, 150, 700), chunk=48, max_batch=3, params=(GREEDY,))
-MANY = Load((1, 30, 7, 150, 700, 260, 300, 12, 650, 3), chunk=200, max_batch=9, params=MIXED)
+
+FEW = Load([1, 30, 7, 150, 700], chunk=48, max_batch=3, params=GREEDY)
+MANY = Load([1, 30, 7, 150, 700, 260, 300, 12, 650, 3], chunk=200, max_batch=9, params=MIXED)
 LOADS = {"few": FEW, "many": MANY, "shared": MANY._replace(prefix_caching=True)}
 GEOMETRIES = {  # n_head, n_kv_head, head_dim
     "mha": (4, 4, 64),
@@ -96,8 +106,7 @@ def serve(model, load, policy, attention, page_size):
     rng = random.Random(0)
     text = [rng.randrange(model.config.vocab_size) for _ in range(MAX_LEN)]
     prompts = [text[:n] for n in load.prompt_lengths]
-    params = [load.params[i % len(load.params)] for i in range(len(prompts))]
-    return engine.generate(prompts, params, progress=False)
+    return engine.generate(prompts, load.params_of_each(), progress=False)
 
 
 def largest_difference(reference, completions):
@@ -109,7 +118,7 @@ def largest_difference(reference, completions):
         logprobs = logits.log_softmax(dim=-1)[n - 1 : -1]
         expected = logprobs.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
         chosen = torch.tensor(completion.logprobs, dtype=torch.float64)
-        assert len(chosen) == len(expected) and not chosen.isnan().any()
+        assert not chosen.isnan().any()
         differences.append((chosen - expected).abs().max().item())
     return max(differences)
 
@@ -138,9 +147,8 @@ def test_the_engines_of_cuda_equals_cpu_run(geometry, load, case, gpu):
     config = GPTConfig(n_head=n_head, n_kv_head=n_kv_head, head_dim=head_dim, **sizes)
     model = GPT(config, "cuda", getattr(torch, dtype_name))
     completions = serve(model, LOADS[load], "sarathi-serve", attention, int(page_size))
-    lengths = [len(completion.tokens) for completion in completions]
-    params = LOADS[load].params
-    assert lengths == [params[i % len(params)].max_new_tokens for i in range(len(lengths))]
+    for completion, params in zip(completions, LOADS[load].params_of_each(), strict=True):
+        assert len(completion.tokens) == params.max_new_tokens
     assert gpu.kernels
 
 
