@@ -167,7 +167,9 @@ def wrong_number_of_new_pages(difference: Difference) -> str | None:
     """Cached pages need not be allocated again."""
     sentence = too_many_pages(difference)
     if sentence:
-        return sentence + " Those that are cached need not be allocated again."
+        finds_pages = any(chunk.start for chunk in difference.reference.chunks.values())
+        cure = " Those that are cached need not be allocated again."
+        return sentence + cure * finds_pages
     late = sorted(difference.reference.admitted - difference.yours.admitted)
     if late:
         return (

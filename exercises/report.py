@@ -20,6 +20,7 @@ from exercises.lockstep import (
     one_second,
     serve,
 )
+from exercises.mending import Figures, figures_table
 from exercises.problems import Problem
 from exercises.rules import amount, tokens
 from page.html import page
@@ -40,7 +41,7 @@ def describe_problem(
     moment = problem.moment
     if moment is None and not problem.details:
         line = f"{place_of(exercise, policy, problem)}: {problem.sentence}"
-        is_written = problem.place is not None and problem.sentence != "not written yet"
+        is_written = problem.sentence != "not written yet"
         hint = f". For a hint: `python -m exercises {exercise.number} --hint`"
         return line + hint if is_written and " line " in line else line
     see = f"To see it: `{command} --html difference.html`"
@@ -238,5 +239,10 @@ def record(policy: type[Scheduler], load: Load, seconds: Seconds) -> Recorder:
 
 
 def answer_question(exercise: Exercise, policy: type[Scheduler]) -> str:
-    """The answer to the question of the docstring, from a run of a solution."""
-    return exercise.question.answer(serve(policy, exercise.question.load, exercise.seconds))
+    """The answer to the question of the docstring, and what a solution gains and costs there."""
+    question = exercise.question
+    trial = serve(policy, question.load, exercise.seconds)
+    load_beside = question.load_beside or question.load
+    other = serve(find_policy(exercise.beside), load_beside, exercise.seconds)
+    table = figures_table({"yours": Figures.of(trial), exercise.beside: Figures.of(other)})
+    return f"{question.answer(trial)}\n\nWhat it gains and what it costs there:\n\n{table}"

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median, quantiles
+from typing import Any
 
 from cli.tables import format_table
 from exercises.given import TBT_SLO_S, batch_seconds, predict, seconds_without_attention
-from exercises.loads import Load
-from exercises.lockstep import Moment, Trial, serve
+from exercises.loads import Load, LoadRequest, ample
+from exercises.lockstep import CALL_LIMIT_S, Moment, Trial, serve
 from exercises.problems import Problem
 from exercises.rules import amount
+from policies.custom import guarded
 from policies.iteration_time import BatchShape
 from scheduler import Request, SarathiServe, Scheduler
 
@@ -31,6 +33,10 @@ def misses_the_slo(policy: type[Scheduler], load: Load) -> Problem | None:
     return None
 
 
+def _meets_the_slo(shape: BatchShape) -> bool:
+    return predict(shape) <= TBT_SLO_S + ROUNDING
+
+
 def _slo_problem(trial: Trial, moment: Moment) -> Problem | None:
     """The problem of the batch that was just made."""
     broken_rule = trial.broken_rule()
@@ -46,26 +52,25 @@ def _slo_problem(trial: Trial, moment: Moment) -> Problem | None:
     shape = BatchShape.of(trial.batch)
     if shape.decodes < len(decoding):
         return Problem("decode_waits", "A running decode never waits: the batch lacks one.", moment)
-    seconds = predict(shape)
     alone = BatchShape.of_decodes(decoding)
-    if chunks and seconds > TBT_SLO_S + ROUNDING:
+    if chunks and not _meets_the_slo(shape):
         return _too_slow(moment, shape, alone)
     if len(chunks) > 1 or len(moment.prefills) > 1:
         return None  # several prompts share the time: the safe side is allowed
     request = chunks[0].request if chunks else _next_prefill(trial)
     if request is None:
         return None
-    length = chunks[0].length if chunks else 0
     start = request.num_computed
-    if start + length == len(request.tokens):
+    length = chunks[0].length if chunks else 0
+    left = len(request.tokens) - start - length
+    spare = 0
+    while _meets_the_slo(alone.with_chunk(start, length + spare + 1)):
+        spare += 1
+    if not left or not spare:
         return None
-    larger = predict(alone.with_chunk(start, length + 1))
-    if larger > TBT_SLO_S + ROUNDING:
-        return None
-    spare = _spare_tokens(alone, start, length)
     text = (
         f"The budget is the largest that meets the SLO: request {request.id} gets "
-        f"{amount(length, 'token')}, and with {min(spare, len(request.tokens) - start - length)} "
+        f"{amount(length, 'token')}, and with {min(spare, left)} "
         f"more the batch would still take at most {TBT_SLO_S * 1e3:g} ms."
     )
     if spare == len(decoding):
@@ -86,45 +91,75 @@ def _next_prefill(trial: Trial) -> Request | None:
     return None
 
 
-def _spare_tokens(alone: BatchShape, start: int, length: int) -> int:
-    """By how many tokens a chunk of this length could be longer and meet the SLO."""
-    spare = 0
-    while predict(alone.with_chunk(start, length + spare + 1)) <= TBT_SLO_S + ROUNDING:
-        spare += 1
-    return spare
-
-
 def _too_slow(moment: Moment, shape: BatchShape, alone: BatchShape) -> Problem:
     """The problem of a batch that misses the SLO, and what its prediction may have left out."""
     text = (
         f"The predicted time is at most the SLO: this batch takes {predict(shape) * 1e3:.1f} ms, "
         f"and {TBT_SLO_S * 1e3:g} ms are allowed"
     )
+    if not _meets_the_slo(alone):
+        text += ". Its decodes alone take longer: then there is no prefill"
+        return Problem("decodes_alone", f"{text}.", moment)
     chunks = [chunk for chunk in moment.yours.chunks.values() if not chunk.is_decode]
     if len(chunks) > 1:
         return Problem("too_large", f"{text}.", moment)
     i, start, length, _ = chunks[0]
+    if _meets_the_slo(alone.with_chunk(start, length - 1)):
+        return Problem("one_too_many", f"{text}. With a token less it would meet it.", moment)
     earlier = _earlier_length(moment, i)
     if earlier is not None and length > earlier:
         before = amount(earlier, "token")
         text += f". Later chunks of a prompt are smaller: request {i} got {before} before"
         return Problem("grows", f"{text}, and now {length}.", moment)
-    # the seconds that a wrong prediction would give: the closest one below the SLO explains it
+    # the shapes of wrong predictions: the longest one below the SLO explains it
     mistakes = {
-        "decodes_forgotten": predict(BatchShape().with_chunk(start, length)),
-        "start_ignored": predict(alone.with_chunk(0, length)),
+        "decodes_forgotten": BatchShape().with_chunk(start, length),
+        "start_ignored": alone.with_chunk(0, length),
+        "keys_ignored": shape._replace(context_tokens=0, prefill_pairs=0),
     }
-    believed = {name: s for name, s in mistakes.items() if s <= TBT_SLO_S + ROUNDING}
+    believed = {name: predict(s) for name, s in mistakes.items() if _meets_the_slo(s)}
     rule = max(believed, key=believed.__getitem__, default="too_large")
+    missing_ms = 1e3 * (predict(shape) - believed.get(rule, 0.0))
     if rule == "decodes_forgotten":
-        decode_ms = 1e3 * (predict(shape) - mistakes[rule])
-        text += f". Its decodes take {decode_ms:.1f} ms of them: without these it would meet it"
+        text += f". Its decodes take {missing_ms:.1f} ms of them: without these it would meet it"
     elif rule == "start_ignored":
         text += (
             f". Each of the {amount(length, 'token')} of request {i} attends to the {start} "
             "before it: at the beginning of the prompt they would meet it"
         )
+    elif rule == "keys_ignored":
+        text += (
+            f". The keys that its tokens attend to take {missing_ms:.1f} ms of them: a time for "
+            "each token alone is not enough"
+        )
     return Problem(rule, f"{text}.", moment)
+
+
+def misses_the_slo_elsewhere(policy: type[Scheduler]) -> Problem | None:
+    """A budget that is wrong where no load leads: two prompts have begun, or one is far."""
+    load = ample(LoadRequest(arrival=0, prompt_len=5000, output_len=1), chunk=64)
+    scheduler: Any = load.make_scheduler(policy, lambda: 0.0)
+    early, late, last = (
+        Request(id=i, tokens=[0] * 5000, prompt_len=5000, max_new_tokens=1, num_computed=start)
+        for i, start in enumerate((10, 200, 4000))
+    )
+    decode = Request(id=3, tokens=[0] * 9, prompt_len=8, max_new_tokens=9, num_computed=8)
+    with guarded(CALL_LIMIT_S):
+        beside_both = scheduler.token_budget([decode], [early, late])
+        alone = scheduler.token_budget([], [last])
+    if not _meets_the_slo(BatchShape.of_decodes([decode]).with_chunk(200, beside_both - 1)):
+        sentence = (
+            "Where several prompts have begun, stay on the safe side: after 10 and 200 tokens of "
+            f"theirs, beside one decode, your budget is {beside_both}: too large for the second."
+        )
+        return Problem("unsafe", sentence)
+    if alone < 1:
+        sentence = (
+            "Where nobody decodes, any budget above 0 will do: yours is "
+            f"{alone} for a prompt of which 4,000 tokens are computed, and it would never end."
+        )
+        return Problem("empty", sentence)
+    return None
 
 
 def _earlier_length(moment: Moment, i: int) -> int | None:
@@ -213,7 +248,8 @@ def misses_the_targets(policy: type[Scheduler], load: Load) -> Problem | None:
         for target in targets
     }
     table = format_table("seconds", rows)
-    return Problem(first.name, sentence, details=table)
+    head = f"The load in which the long prompt arrives at {long_one.arrival:g} s:"
+    return Problem(first.name, sentence, details=f"{head}\n\n{table}")
 
 
 def latencies(trial: Trial, long_id: int, short_ids: Sequence[int]) -> Latencies:
