@@ -20,7 +20,7 @@ from policies import custom
 from scheduler import SarathiServe
 from tests import mended_policies
 from tests.exercise_solutions import IMPORTS, OTHERS, SOLUTIONS, WRONG
-from tests.pages import opened
+from tests.pages import enter, needs_pyodide, opened, run_source
 
 ROOT = Path(__file__).parents[1]
 WRITTEN = [exercise for exercise in EXERCISES if not exercise.complaint]
@@ -438,3 +438,27 @@ def test_the_page_shows_both_decisions_in_the_iteration_that_was_named(browser, 
     assert yours != reference
     (row,) = re.findall(r"(?m)^\| 0 <.*\| +(\S.*?) +\| +(\S.*?) +\|$", text)
     assert row[1] == f"token {reference[0][1]}"
+
+
+@pytest.mark.slow
+@needs_pyodide
+def test_the_browser_checks_all_and_remembers_what_is_solved(browser, site_address):
+    def choose(exercise, text):
+        tab.select_option("#startwith", str(exercise.number))
+        tab.wait_for_function("text => $('source').value.includes(text)", arg=text)
+
+    with opened(browser, site_address) as tab:
+        for exercise in EXERCISES:
+            number = exercise.number
+            choose(exercise, f"Exercise {number}. ")
+            line = run_source(tab)
+            is_named = "A user: " in line if exercise.complaint else "not written yet" in line
+            assert is_named, line
+            line = run_source(tab, RIGHT[number][0])
+            assert line == f"Exercise {number}, {exercise.title}: it holds."
+            assert tab.text_content("#progress") == f"{number} of 16 exercises solved"
+        tab.reload()
+        enter(tab)
+        assert tab.text_content("#progress") == "16 of 16 exercises solved"
+        assert tab.text_content("#startwith").count("✓ solved") == 16
+        choose(EXERCISES[5], RIGHT[6][0])
