@@ -463,7 +463,8 @@ class TGI(VLLM):
     `batching_task`; queue.rs.
     Differs from theirs: it also asks whether so many fit at once. One of two does in
     `waiting_served_ratio=2 max_batch=2 page_size=1 max_len=5, 2+2 4+1 4+1`: `0:2 | 1:4 | 0:d`,
-    theirs `0:2 | 0:d | 1:4`."""
+    theirs `0:2 | 0:d | 1:4`. And it reserves no page for the last token, which is never computed:
+    `page_size=4 pages=3 max_len=12, 4+1 4+1` gives `0:4 | 1:4`, theirs `0:4 1:4`."""
 
     watermark_percent = 0
 
