@@ -92,9 +92,6 @@ BATCH = "    def schedule(self):\n        batch = super().schedule()\n"
 BROKEN = [  # (a part of a solution of exercise 6, the line that is named, the message)
     ("def schedule(self): super().schedule()", 4, "schedule() returned None: did you forget"),
     ("def schedule(self):\n      while True: pass", 5, "a loop without an end?"),
-    ("def schedule(self): return [] [0]", 4, "IndexError: list index out of range"),
-    ("def schedule(self): return list(super().schedule())", 4, "returned a list, and must"),
-    ("def schedule(self): exit()", 4, "SystemExit"),
     (f"{BATCH} batch += batch; return batch", 4, "request 0 has two chunks in one batch"),
     (f"{BATCH} self.running[0].num_computed += 1; return batch", 4, "changes num_computed of requ"),
     (
@@ -103,18 +100,10 @@ BROKEN = [  # (a part of a solution of exercise 6, the line that is named, the m
         "changes the tokens of request 0",
     ),
     (f"{BATCH} self.max_batch += 1; return batch", 4, "it changes chunk, max_batch or max_len"),
-    (
-        f"{BATCH} batch.append(self.running[0]); return batch",
-        4,
-        "use batch.add(request), not Reque",
-    ),
-    ("def schedule(self): yield", 4, "returned a generator, and must return a Batch"),
-    ("def schedule(self): self.running = None; return super().schedule()", 4, "TypeError: "),
     ("def add(self, request): raise SystemExit(0)", 4, "SystemExit: 0"),
     ("def __init__(self, *args, **options): pass", None, "AttributeError: "),
-    ("def __init__(self): pass", None, "TypeError"),
     ("def schedule(self:", 4, "SyntaxError"),
-]
+]  # what else a policy may do: test_check_policy.py
 
 
 @pytest.mark.parametrize("part, line, message", BROKEN)
