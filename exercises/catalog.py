@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from exercises import mending, page_rules, questions, rules
 from exercises.given import (
@@ -60,32 +61,15 @@ class Exercise:
         return file
 
 
-def mend(
-    number: int,
-    title: str,
-    class_name: str,
-    method: str,
-    complaint: Complaint,
-    hints: tuple[str, str],
-    beside: str,
-    read_next: str,
-    hidden: tuple[tuple[type, str], ...] = (),
-) -> Exercise:
+def mend(complaint: Complaint, **fields: Any) -> Exercise:
     """An exercise of the second kind: a policy that runs is to be mended."""
     return Exercise(
-        number=number,
-        title=title,
-        class_name=class_name,
-        method=method,
         finder=complaint.find,
         loads=complaint.loads,
-        hints=hints,
         question=Question(complaint.load, complaint.what_is_left),
-        beside=beside,
-        read_next=read_next,
         slo_s=complaint.allowed if complaint.figure == "longest_gap" else TBT_SLO_S,
-        hidden=hidden,
         complaint=complaint,
+        **fields,
     )
 
 
@@ -361,11 +345,11 @@ EXERCISES = (
         read_next="policies/priority.py, where urgent requests pass others",
     ),
     mend(
+        mending.STARVED_DECODES,
         number=11,
         title="mend it: starved decodes",
         class_name="StarvedDecodes",
         method="schedule",
-        complaint=mending.STARVED_DECODES,
         hints=(
             "Look down the column of the first P below two rows of d: what do these rows do from "
             "there on, and for how long?",
@@ -376,11 +360,11 @@ EXERCISES = (
         read_next="policies/today.py: Interval, SGLang",
     ),
     mend(
+        mending.STARVED_PREFILLS,
         number=12,
         title="mend it: starved prefills",
         class_name="StarvedPrefills",
         method="schedule",
-        complaint=mending.STARVED_PREFILLS,
         hints=(
             "How many tokens of the budget does a batch of two decodes leave?",
             "Do not return when there are decodes: what is left of the budget goes to prefills "
@@ -390,11 +374,11 @@ EXERCISES = (
         read_next="scheduler.py: SarathiServe",
     ),
     mend(
+        mending.NOTHING_LEFT,
         number=13,
         title="mend it: nothing left to compute",
         class_name="NothingLeft",
         method="plan_admission",
-        complaint=mending.NOTHING_LEFT,
         hidden=SHARING,
         hints=(
             "A token comes from the logits of the token before it. Which page holds logits?",
@@ -405,11 +389,11 @@ EXERCISES = (
         read_next="policies/pages.py: CachedPages.find",
     ),
     mend(
+        mending.FIRST_CHUNK,
         number=14,
         title="mend it: admitted by the first chunk",
         class_name="FirstChunk",
         method="room_for",
-        complaint=mending.FIRST_CHUNK,
         hints=(
             "Who is admitted needs pages for its whole prompt, sooner or later. Compare that with "
             "self.pages.num_free.",
@@ -420,11 +404,11 @@ EXERCISES = (
         read_next="policies/today.py: VLLMV1.room_for",
     ),
     mend(
+        mending.LONGEST_PAYS,
         number=15,
         title="mend it: the longest pays",
         class_name="LongestPays",
         method="rank",
-        complaint=mending.LONGEST_PAYS,
         hints=(
             "What is lost with a page is computed again. Who has the least to lose?",
             "Let the newest pay: its arrival is the first number of the tuple. Or the one with "
@@ -434,11 +418,11 @@ EXERCISES = (
         read_next="scheduler.py: Scheduler.rank; policies/today.py: SGLang.rank",
     ),
     mend(
+        mending.LONG_PROMPT_EATS,
         number=16,
         title="mend it: a long prompt eats the budget",
         class_name="LongPromptEats",
         method="schedule",
-        complaint=mending.LONG_PROMPT_EATS,
         hints=(
             "The long one is the oldest. What is left in batch.left when the younger decodes "
             "have their turn?",

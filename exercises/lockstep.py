@@ -383,6 +383,16 @@ class Difference(Moment):
     reference: Decision
     broken_rule: str | None  # a sentence
 
+    @property
+    def new(self) -> list[int]:
+        """The requests that are admitted by yours alone."""
+        return sorted(self.yours.admitted - self.reference.admitted)
+
+    @property
+    def late(self) -> list[int]:
+        """The requests that are admitted by the reference alone."""
+        return sorted(self.reference.admitted - self.yours.admitted)
+
 
 def compare(
     load: Load,

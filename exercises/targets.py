@@ -3,10 +3,9 @@
 Read first: problems.py, given.py. Read next: catalog.py."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 from cli.tables import format_table
 from exercises.given import TBT_SLO_S, batch_seconds, predict, seconds_without_attention
@@ -174,29 +173,25 @@ def _earlier_length(moment: Moment, i: int) -> int | None:
 # Exercise 10.
 
 LONG_PROMPT = 1000  # from here on a prompt is a long one
-MEDIAN_TTFT = 1 / 3  # the targets, as multiples of Algorithm 3's values
-LONG_TTFT = 1.3
-P99_TBT = 1.05
 
 
-@dataclass(frozen=True)
-class Latencies:
-    """The three values of exercise 10, in seconds."""
-
-    short_ttft: float  # the median of the short ones that arrive while the long one is prefilled
-    long_ttft: float
-    p99_tbt: float
-
-
-@dataclass(frozen=True)
-class Target:
-    """One of the targets of exercise 10, in seconds."""
+class Target(NamedTuple):
+    """A target of exercise 10."""
 
     name: str
-    yours: float
-    algorithm_3: float
-    allowed: float
+    factor: float  # what is allowed, as a multiple of Algorithm 3's value
     cause: str  # why it may be missed
+
+
+TARGETS = (
+    Target("P99 TBT", 1.05, "Are your batches larger than C, or do decodes wait?"),
+    Target("long TTFT", 1.3, "The long prompt has to go on, or to begin, while short ones come."),
+    Target(
+        "median short TTFT",
+        1 / 3,
+        "Do short prompts get some of the budget once the long one has begun?",
+    ),
+)
 
 
 def misses_the_targets(policy: type[Scheduler], load: Load) -> Problem | None:
@@ -211,60 +206,34 @@ def misses_the_targets(policy: type[Scheduler], load: Load) -> Problem | None:
     trial = serve(policy, load, seconds_without_attention)
     yours = latencies(trial, long_one.id, disturbed)
     algorithm_3 = latencies(reference, long_one.id, disturbed)
-    targets = [
-        Target(
-            name="P99 TBT",
-            yours=yours.p99_tbt,
-            algorithm_3=algorithm_3.p99_tbt,
-            allowed=P99_TBT * algorithm_3.p99_tbt,
-            cause="Are your batches larger than C, or do decodes wait?",
-        ),
-        Target(
-            name="long TTFT",
-            yours=yours.long_ttft,
-            algorithm_3=algorithm_3.long_ttft,
-            allowed=LONG_TTFT * algorithm_3.long_ttft,
-            cause="The long prompt has to go on, or to begin, while short ones come.",
-        ),
-        Target(
-            name="median short TTFT",
-            yours=yours.short_ttft,
-            algorithm_3=algorithm_3.short_ttft,
-            allowed=MEDIAN_TTFT * algorithm_3.short_ttft,
-            cause="Do short prompts get some of the budget once the long one has begun?",
-        ),
-    ]
-    missed = [target for target in targets if target.yours > target.allowed + ROUNDING]
+    allowed = {target.name: target.factor * algorithm_3[target.name] for target in TARGETS}
+    missed = [each for each in TARGETS if yours[each.name] > allowed[each.name] + ROUNDING]
     if not missed:
         return None
-    first = missed[0]
-    sentence = f"The {first.name} is above its target. {first.cause}"
     rows = {
-        target.name: [
-            ("yours", target.yours, ".3f"),
-            ("exercise 6", target.algorithm_3, ".3f"),
-            ("allowed", target.allowed, ".3f"),
+        name: [
+            ("yours", yours[name], ".3f"),
+            ("exercise 6", algorithm_3[name], ".3f"),
+            ("allowed", limit, ".3f"),
         ]
-        for target in targets
+        for name, limit in allowed.items()
     }
-    table = format_table("seconds", rows)
     head = f"The load in which the long prompt arrives at {long_one.arrival:g} s:"
-    return Problem(first.name, sentence, details=f"{head}\n\n{table}")
+    sentence = f"The {missed[0].name} is above its target. {missed[0].cause}"
+    table = format_table("seconds", rows)
+    return Problem(missed[0].name, sentence, details=f"{head}\n\n{table}")
 
 
-def latencies(trial: Trial, long_id: int, short_ids: Sequence[int]) -> Latencies:
-    """The values of exercise 10 in a trial."""
+def latencies(trial: Trial, long_id: int, short_ids: Sequence[int]) -> dict[str, float]:
+    """The values of exercise 10 in a trial, in seconds, by the names of their targets.
 
-    def ttft(i: int) -> float:
-        request = trial.requests[i]
-        return request.token_times[0] - request.arrival
-
+    The short ones are those that arrive while the long one is prefilled."""
+    ttfts = [request.token_times[0] - request.arrival for request in trial.requests]
     gaps = []
     for request in trial.requests:
-        times = request.token_times
-        gaps += [after - before for before, after in pairwise(times)]
-    return Latencies(
-        short_ttft=median([ttft(i) for i in short_ids]),
-        long_ttft=ttft(long_id),
-        p99_tbt=quantiles(gaps, n=100, method="inclusive")[98],
-    )
+        gaps += [after - before for before, after in pairwise(request.token_times)]
+    return {
+        "P99 TBT": quantiles(gaps, n=100, method="inclusive")[98],
+        "long TTFT": ttfts[long_id],
+        "median short TTFT": median([ttfts[i] for i in short_ids]),
+    }
