@@ -26,7 +26,8 @@ the long one slow down if each short one passes it?
     request.prompt_len, request.num_computed, request.arrival
     self.clock()                    the time in seconds
 
-Override `schedule()`, as below, or delete it and override `admit()` or `prefilling()`.
+Override `schedule()`, as below, or delete it and override `admit()` or `prefilling()`. Exercise 6
+admits only into the budget that its prefills leave: who only sorts them admits nobody earlier.
 """
 
 from scheduler import Batch, SarathiServe

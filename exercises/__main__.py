@@ -6,19 +6,22 @@
     python -m exercises 6 --html stall.html       and write the page of both schedules
     python -m exercises 6 --file mine/other.py    check a solution that lies elsewhere
     python -m exercises 11 --iteration 9          is that where the policy first goes wrong?
-    python -m exercises --all --json              a line for each, for a grader
+    python -m exercises --all --json --own        a line for each, for a grader: see README.md
 
 Read first: README.md here, 01_request_level.py."""
 
 import json
+import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import Any
 
 from cli.console import run
 from cli.options import OptionParser, output_file, whole, write_text, wrote_page
-from exercises.catalog import EXERCISES, Exercise
+from exercises.catalog import EXERCISES, FOLDER, Exercise
 from exercises.check import check_solution, load_solution
+from exercises.problems import Problem
 from exercises.report import (
     answer_question,
     describe_decisions,
@@ -27,7 +30,7 @@ from exercises.report import (
     shorten_path,
 )
 
-OVERVIEW_STEP = 3  # the list of all tries one load of so many
+CHECK_LIMIT_S = 60.0  # of the time that a process of --all may take
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Namespace:
@@ -64,8 +67,17 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
         type=whole(minimum=1),
         metavar="N",
     )
-    parser.add_argument("--all", help="check all, and try each load", action="store_true")
-    parser.add_argument("--json", help="with --all: a line of JSON for each", action="store_true")
+    parser.add_argument(
+        "--own",
+        help="a solution may not call or inherit what answers the exercise in this repository",
+        action="store_true",
+    )
+    parser.add_argument(
+        "--all",
+        help=f"check each in a process of its own, which is ended after {CHECK_LIMIT_S:g} s",
+        action="store_true",
+    )
+    parser.add_argument("--json", help="print a line of JSON for each", action="store_true")
     args = parser.parse_args(argv)
     given = [name for name in ("hint", "html", "file", "iteration") if getattr(args, name)]
     if args.number is None and given:
@@ -73,17 +85,15 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     complaints = [exercise.number for exercise in EXERCISES if exercise.complaint]
     if args.iteration and args.number not in complaints:
         parser.error(f"--iteration: the exercises from {min(complaints)} on ask for it")
-    if args.json and not args.all:
-        parser.error("--json: goes with --all")
+    if args.json and args.number is None and not args.all:
+        parser.error("--json: goes with --all, or with the number of an exercise")
     return args
 
 
 def main(args: Namespace) -> int:
     """Do what the command line says. Returns the exit status: 0 if the solution holds."""
-    if args.all:
-        return grade(args.json)
     if args.number is None:
-        return list_exercises()
+        return check_all(args)
     exercise = EXERCISES[args.number - 1]
     if args.hint:
         print(exercise.hints[args.hint - 1])
@@ -91,15 +101,21 @@ def main(args: Namespace) -> int:
     file = args.file or str(exercise.file)
     if args.iteration:
         return check_iteration(exercise, file, args.iteration)
-    return check_exercise(exercise, file, args.html)
+    if args.json:
+        _, problem = check_solution(exercise, file, args.own)
+        print(json.dumps(row_of(exercise, problem)))
+        return 1 if problem else 0
+    return check_exercise(exercise, args)
 
 
-def check_exercise(exercise: Exercise, file: str, html: str | None) -> int:
+def check_exercise(exercise: Exercise, args: Namespace) -> int:
     """Check a solution, print what is wrong with it, or the answer to the question."""
-    policy, problem = check_solution(exercise, file)
+    html: str | None = args.html
+    policy, problem = check_solution(exercise, args.file or str(exercise.file), args.own)
     if problem:
-        is_elsewhere = file != str(exercise.file)
-        command = f"python -m exercises {exercise.number}" + f" --file {file}" * is_elsewhere
+        command = f"python -m exercises {exercise.number}"
+        if args.file:
+            command += f" --file {args.file}"
         print(describe_problem(exercise, policy, problem, command))
     else:
         assert policy is not None
@@ -134,29 +150,46 @@ def check_iteration(exercise: Exercise, file: str, iteration: int) -> int:
     return 1
 
 
-def grade(as_json: bool) -> int:
-    """Print a line for each exercise: whether it is solved, and what is wrong if not."""
-    all_solved = True
-    for exercise in EXERCISES:
-        _, problem = check_solution(exercise, str(exercise.file))
-        row = {"exercise": exercise.number, "title": exercise.title, "solved": problem is None}
-        if problem:
-            all_solved = False
-            row |= {"rule": problem.rule, "sentence": problem.sentence}
-        print(json.dumps(row) if as_json else f"{exercise.number:>3}  {row.get('rule', 'solved')}")
-    return 0 if all_solved else 1
+def row_of(exercise: Exercise, problem: Problem | None) -> dict[str, Any]:
+    """Whether an exercise is solved, and what is wrong if not."""
+    row = {"exercise": exercise.number, "title": exercise.title, "solved": problem is None}
+    if problem:
+        row |= {"rule": problem.rule, "sentence": problem.sentence}
+    return row
 
 
-def list_exercises() -> int:
+def check_apart(exercise: Exercise, own: bool) -> dict[str, Any]:
+    """The row of an exercise, from a process of its own: whatever a solution does ends with it."""
+    command = [sys.executable, "-m", "exercises", str(exercise.number), "--json"]
+    command += ["--file", str(exercise.file), *(["--own"] if own else [])]
+    try:
+        done = subprocess.run(
+            command, cwd=FOLDER.parent, capture_output=True, text=True, timeout=CHECK_LIMIT_S
+        )
+        return json.loads(done.stdout.splitlines()[-1])  # after what the solution has printed
+    except subprocess.TimeoutExpired:
+        sentence = f"its check has not ended after {CHECK_LIMIT_S:g} s"
+    except (IndexError, ValueError):
+        sentence = "its check has ended without a result"
+    return row_of(exercise, Problem("error", sentence))
+
+
+def check_all(args: Namespace) -> int:
     """Print which exercises are solved, and the next one. Returns 0 if all are."""
     next_one: Exercise | None = None
     for exercise in EXERCISES:
-        _, problem = check_solution(exercise, str(exercise.file), OVERVIEW_STEP)
+        if args.all:
+            row = check_apart(exercise, args.own)
+        else:
+            row = row_of(exercise, check_solution(exercise, str(exercise.file), args.own)[1])
         state = "solved"
-        if problem:
-            state = "not written yet" if problem.sentence == "not written yet" else "not yet"
+        if not row["solved"]:
             next_one = next_one or exercise
-        print(f"{exercise.number:>3}  {exercise.title:<41}{state}")
+            state = "not written yet" if row["sentence"] == "not written yet" else "not yet"
+        line = f"{exercise.number:>3}  {exercise.title:<41}{state}"
+        print(json.dumps(row) if args.json else line)
+    if args.json:
+        return 1 if next_one else 0
     if next_one is None:
         print("\nAll are solved. policies/template.py is the way to a policy of your own.")
         return 0

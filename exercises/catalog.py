@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from exercises import mending, page_rules, questions, rules
 from exercises.given import (
@@ -16,17 +17,16 @@ from exercises.given import (
 )
 from exercises.loads import Load, mixed_loads, prompt_loads, slo_loads, small_loads
 from exercises.lockstep import Seconds
-from exercises.mending import Complaint, what_it_costs
-from exercises.problems import Finder, Problem, adds_below_zero, differs_from
+from exercises.mending import Complaint
+from exercises.problems import Finder, LastCheck, adds_below_zero, differs_from
 from exercises.questions import Question
-from exercises.targets import misses_the_slo, misses_the_targets
-from scheduler import VLLM, Orca, RequestLevel, Sarathi, SarathiServe, Scheduler
+from exercises.targets import misses_the_slo, misses_the_slo_elsewhere, misses_the_targets
+from kv_cache import Pages
+from policies.priority import Priority
+from policies.remedies import EqualProgress, ShortestUncached, ThresholdUnderContention
+from scheduler import VLLM, Batch, Orca, RequestLevel, Sarathi, SarathiServe, Scheduler
 
 FOLDER = Path(__file__).parent
-
-
-def no_last_check(policy: type[Scheduler]) -> None:
-    """Most exercises are checked by their loads alone."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,14 @@ class Exercise:
     read_next: str
     seconds: Seconds = batch_seconds  # how long a batch takes, for the question and the page
     slo_s: float = TBT_SLO_S  # a longer gap between tokens is a stall on the page
-    last_check: Callable[[type[Scheduler]], Problem | None] = no_last_check  # after the loads
-    shrinks: bool = True  # whether the load of a problem is made smaller
+    last_check: LastCheck | None = None  # after the loads
+    hidden: tuple[tuple[type, str], ...] = ()  # see `references`; by default the method
     complaint: Complaint | None = None  # of a policy that is to be mended
+
+    @property
+    def references(self) -> tuple[tuple[type, str], ...]:
+        """What answers it in this repository: (class, method), of the subclasses, too."""
+        return self.hidden or ((Scheduler, self.method),)
 
     @cached_property
     def file(self) -> Path:
@@ -56,31 +61,15 @@ class Exercise:
         return file
 
 
-def mend(
-    number: int,
-    title: str,
-    class_name: str,
-    method: str,
-    complaint: Complaint,
-    hints: tuple[str, str],
-    beside: str,
-    read_next: str,
-) -> Exercise:
+def mend(complaint: Complaint, **fields: Any) -> Exercise:
     """An exercise of the second kind: a policy that runs is to be mended."""
     return Exercise(
-        number=number,
-        title=title,
-        class_name=class_name,
-        method=method,
         finder=complaint.find,
         loads=complaint.loads,
-        hints=hints,
-        question=Question(complaint.load, what_it_costs),
-        beside=beside,
-        read_next=read_next,
+        question=Question(complaint.load, complaint.what_is_left),
         slo_s=complaint.allowed if complaint.figure == "longest_gap" else TBT_SLO_S,
-        shrinks=False,
         complaint=complaint,
+        **fields,
     )
 
 
@@ -100,6 +89,9 @@ MEMORY = (
     rules.decode_waits,
     page_rules.too_many_pages,
 )
+
+SHARING = ((Scheduler, "plan_admission"), (Pages, "find"))
+LETTING_SHORT_ONES_PASS = (EqualProgress, Priority, ShortestUncached, ThresholdUnderContention)
 
 EXERCISES = (
     Exercise(
@@ -207,8 +199,9 @@ EXERCISES = (
             "length = the smaller of the two, and at least 0. If it is above 0: append "
             "Chunk(request, start, length) and take it off self.left. Return it in any case.",
         ),
-        last_check=adds_below_zero,
         question=questions.TWO_PROMPTS,
+        last_check=adds_below_zero,
+        hidden=((Batch, "add"),),
         beside="orca",
         read_next="request.py: Batch.add",
     ),
@@ -279,6 +272,7 @@ EXERCISES = (
             "empty. Collect the decoding requests before, since self.running changes, and return "
             "only those that still have pages.",
         ),
+        hidden=((Scheduler, "grow_decodes"), (Scheduler, "grow")),
         question=questions.TWO_GROW,
         beside="orca",
         read_next="scheduler.py: Scheduler.grow_decodes and Scheduler.grow",
@@ -306,6 +300,7 @@ EXERCISES = (
             "left_to_compute is 2 if the request has output already, and else 1. New pages: "
             "those that hold all of its tokens, less the cached ones.",
         ),
+        hidden=SHARING,
         question=questions.SAME_AGAIN,
         beside="sarathi-serve",
         read_next="policies/pages.py: CachedPages.find",
@@ -317,6 +312,7 @@ EXERCISES = (
         method="token_budget",
         finder=misses_the_slo,
         loads=slo_loads,
+        last_check=misses_the_slo_elsewhere,
         hints=(
             "Begin with the shape of the decodes alone. Where does the next chunk start? Make it "
             "longer, token by token, as long as the prediction meets the SLO.",
@@ -335,7 +331,7 @@ EXERCISES = (
         method="schedule",
         finder=misses_the_targets,
         loads=mixed_loads,
-        shrinks=False,
+        hidden=tuple((cls, "schedule") for cls in LETTING_SHORT_ONES_PASS),
         seconds=seconds_without_attention,
         slo_s=0.080,
         hints=(
@@ -349,11 +345,11 @@ EXERCISES = (
         read_next="policies/priority.py, where urgent requests pass others",
     ),
     mend(
+        mending.STARVED_DECODES,
         number=11,
         title="mend it: starved decodes",
         class_name="StarvedDecodes",
         method="schedule",
-        complaint=mending.STARVED_DECODES,
         hints=(
             "Look down the column of the first P below two rows of d: what do these rows do from "
             "there on, and for how long?",
@@ -364,11 +360,11 @@ EXERCISES = (
         read_next="policies/today.py: Interval, SGLang",
     ),
     mend(
+        mending.STARVED_PREFILLS,
         number=12,
         title="mend it: starved prefills",
         class_name="StarvedPrefills",
         method="schedule",
-        complaint=mending.STARVED_PREFILLS,
         hints=(
             "How many tokens of the budget does a batch of two decodes leave?",
             "Do not return when there are decodes: what is left of the budget goes to prefills "
@@ -378,11 +374,12 @@ EXERCISES = (
         read_next="scheduler.py: SarathiServe",
     ),
     mend(
+        mending.NOTHING_LEFT,
         number=13,
         title="mend it: nothing left to compute",
         class_name="NothingLeft",
         method="plan_admission",
-        complaint=mending.NOTHING_LEFT,
+        hidden=SHARING,
         hints=(
             "A token comes from the logits of the token before it. Which page holds logits?",
             "Look up only the hashes of the pages that hold len(request.tokens) - 1 tokens; if "
@@ -392,11 +389,11 @@ EXERCISES = (
         read_next="policies/pages.py: CachedPages.find",
     ),
     mend(
+        mending.FIRST_CHUNK,
         number=14,
         title="mend it: admitted by the first chunk",
         class_name="FirstChunk",
         method="room_for",
-        complaint=mending.FIRST_CHUNK,
         hints=(
             "Who is admitted needs pages for its whole prompt, sooner or later. Compare that with "
             "self.pages.num_free.",
@@ -407,11 +404,11 @@ EXERCISES = (
         read_next="policies/today.py: VLLMV1.room_for",
     ),
     mend(
+        mending.LONGEST_PAYS,
         number=15,
         title="mend it: the longest pays",
         class_name="LongestPays",
         method="rank",
-        complaint=mending.LONGEST_PAYS,
         hints=(
             "What is lost with a page is computed again. Who has the least to lose?",
             "Let the newest pay: its arrival is the first number of the tuple. Or the one with "
@@ -421,11 +418,11 @@ EXERCISES = (
         read_next="scheduler.py: Scheduler.rank; policies/today.py: SGLang.rank",
     ),
     mend(
+        mending.LONG_PROMPT_EATS,
         number=16,
         title="mend it: a long prompt eats the budget",
         class_name="LongPromptEats",
         method="schedule",
-        complaint=mending.LONG_PROMPT_EATS,
         hints=(
             "The long one is the oldest. What is left in batch.left when the younger decodes "
             "have their turn?",

@@ -42,7 +42,7 @@ class Checked(Scheduler):
 
     def grow_decodes(self) -> list[Request]:
         decodes = super().grow_decodes()
-        check_decodes("grow_decodes", decodes)
+        check_decodes("grow_decodes", decodes, self.preempted)
         return decodes
 
     def plan_admission(self, request: Request) -> Admission:
@@ -77,8 +77,10 @@ def check_not_none(name: str, value: object) -> None:
         raise PolicyError(f"{name}() returned None: did you forget return?")
 
 
-def check_decodes(name: str, value: object) -> None:
-    """Raise PolicyError unless the value is a list of requests that decode, or were preempted."""
+def check_decodes(name: str, value: object, preempted: Sequence[int]) -> None:
+    """Raise PolicyError unless the value is a list of requests that decode, or were preempted.
+
+    Those in `preempted` must not have got new pages since."""
     check_not_none(name, value)
     if not isinstance(value, list):
         kind = type(value).__name__
@@ -87,10 +89,13 @@ def check_decodes(name: str, value: object) -> None:
         if not isinstance(request, Request):
             raise PolicyError(f"{name}() must return a list of requests, not of {request!r:.40}")
         if request.pages and not request.is_decoding:
-            raise PolicyError(
-                f"{name}() returned request {request.id}, and it does not decode: "
-                "ask request.is_decoding"
-            )
+            problem = "it does not decode: ask request.is_decoding"
+            if request.id in preempted:
+                problem = (
+                    "it has just been preempted, perhaps for itself: it gets no page until it is "
+                    "admitted again"
+                )
+            raise PolicyError(f"{name}() returned request {request.id}, and {problem}")
 
 
 def check_admission(name: str, value: object) -> None:
@@ -311,8 +316,21 @@ class Trial:
                     cause = "did you preempt the request that it was for?"
                     return f"The rule that {rule} is broken: {breach.observation}: {cause}"
                 where = f"request {breach.request}: {breach.observation}"
-                return f"The rule that {rule} is broken, {where}."
+                return f"The rule that {rule} is broken, {where}.{self._cure(breach.request)}"
         return None
+
+    def _cure(self, request_id: object) -> str:
+        """What gives a chunk of this request the memory that it lacks; "" if it lacks none."""
+        for chunk in self.batch:
+            request = chunk.request
+            if request.id != request_id:
+                continue
+            if not request.pages:
+                return " Only self.admit() gives a request memory."
+            capacity = len(request.pages) * self.scheduler.pages.page_size
+            if request.is_decoding and chunk.end > capacity:
+                return " Take the decodes from self.grow_decodes(), which finds a page for each."
+        return ""
 
     def _make_batch(self) -> Batch:
         """The scheduler's next batch, which may be empty."""
@@ -364,6 +382,16 @@ class Difference(Moment):
 
     reference: Decision
     broken_rule: str | None  # a sentence
+
+    @property
+    def new(self) -> list[int]:
+        """The requests that are admitted by yours alone."""
+        return sorted(self.yours.admitted - self.reference.admitted)
+
+    @property
+    def late(self) -> list[int]:
+        """The requests that are admitted by the reference alone."""
+        return sorted(self.reference.admitted - self.yours.admitted)
 
 
 def compare(

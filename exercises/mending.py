@@ -98,9 +98,11 @@ class Complaint:
             return Problem("complaint", sentence, details=timeline(trial))
         yours = Figures.of(trial)
         reference = Figures.of(serve(self.reference, load, batch_seconds))
+        columns = {"yours": yours, "reference": reference}
         if load is self.load and getattr(yours, self.figure) > self.allowed + ROUNDING:
-            tables = [figures_table(yours, reference, {self.figure: self.allowed}), timeline(trial)]
-            return Problem("complaint", f'A user: "{self.words}"', details="\n\n".join(tables))
+            table = figures_table(columns, {self.figure: self.allowed})
+            sentence = f'A user: "{self.words}"'
+            return Problem("complaint", sentence, details=f"{table}\n\n{timeline(trial)}")
         allowed = {name: WORSE * getattr(reference, name) for name in NAMES}
         allowed["longest_gap"] = max(allowed["longest_gap"], self.least_gap(load))
         allowed["computed_again"] += load.max_len
@@ -111,7 +113,7 @@ class Complaint:
                     f"The cure is worse elsewhere: on {where} "
                     f'"{NAMES[name]}" is more than {WORSE} times the reference\'s.'
                 )
-                table = figures_table(yours, reference, {name: limit})
+                table = figures_table(columns, {name: limit})
                 return Problem("worse", sentence, details=f"{table}\n\n{timeline(trial)}")
         return None
 
@@ -119,21 +121,24 @@ class Complaint:
         """A gap that nobody complains about: two iterations with a full chunk."""
         return 2 * (0.010 + 0.001 * load.chunk + 0.010)
 
+    def what_is_left(self, trial: Trial) -> str:
+        """What is left of the complaint in a trial of a solution, in words."""
+        figure = getattr(Figures.of(trial), self.figure)
+        return f"{NAMES[self.figure]}: {figure:.3g}, and at most {self.allowed:g} is allowed."
+
     def first_wrong(self, policy: type[Scheduler]) -> Difference | None:
         """Where a policy first decides otherwise than the reference on the complaint's load."""
         return compare(self.load, policy, self.reference, batch_seconds)
 
 
-def figures_table(yours: Figures, reference: Figures, allowed: dict[str, float]) -> str:
-    """Both policies' figures, and what is allowed of one."""
-    rows = {
-        title: [
-            ("yours", getattr(yours, name), ".2f"),
-            ("reference", getattr(reference, name), ".2f"),
-            ("allowed", allowed.get(name), ".2f"),
-        ]
-        for name, title in NAMES.items()
-    }
+def figures_table(columns: dict[str, Figures], limits: dict[str, float] | None = None) -> str:
+    """The figures of some policies, by the heads of their columns, and what is allowed."""
+    rows: dict[str, list[tuple[str, float | None, str]]] = {}
+    for name, title in NAMES.items():
+        spec = ".3f" if name != "computed_again" else ",.0f"
+        rows[title] = [(head, getattr(figures, name), spec) for head, figures in columns.items()]
+        if limits is not None:
+            rows[title].append(("allowed", limits.get(name), spec))
     return format_table("figure", rows)
 
 
@@ -158,15 +163,6 @@ def timeline(trial: Trial) -> str:
     shown = f"the first {len(iterations)} of " if len(trial.iterations) > MAX_COLUMNS else ""
     head = f"A sign for each of {shown}{amount(len(trial.iterations), 'iteration')}: "
     return "\n".join([head + "P prefill, d decode, x preempted, . waits", *lines])
-
-
-def what_it_costs(trial: Trial) -> str:
-    """The figures of a solution on the complaint's load, in words."""
-    figures = Figures.of(trial)
-    words = [
-        f"{title.partition(',')[0]} {getattr(figures, name):.2f}" for name, title in NAMES.items()
-    ]
-    return f"with yours: {', '.join(words)}. What does the cure cost? See it with --html."
 
 
 # The loads of the complaints.

@@ -167,11 +167,12 @@ def wrong_number_of_new_pages(difference: Difference) -> str | None:
     """Cached pages need not be allocated again."""
     sentence = too_many_pages(difference)
     if sentence:
-        return sentence + " Those that are cached need not be allocated again."
-    late = sorted(difference.reference.admitted - difference.yours.admitted)
-    if late:
+        finds_pages = any(chunk.start for chunk in difference.reference.chunks.values())
+        cure = " Those that are cached need not be allocated again."
+        return sentence + cure * finds_pages
+    if difference.late:
         return (
-            f"Cached pages need not be allocated again: {names(late[:1])} waits, because your "
-            "Admission asks for more new pages than are free."
+            f"Cached pages need not be allocated again: {names(difference.late[:1])} waits, "
+            "because your Admission asks for more new pages than are free."
         )
     return None

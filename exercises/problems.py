@@ -8,6 +8,7 @@ Read first: lockstep.py, rules.py. Read next: targets.py, the finders of exercis
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from exercises.loads import Load, LoadRequest, make_request, shrink
 from exercises.lockstep import CALL_LIMIT_S, Moment, compare
@@ -31,19 +32,21 @@ class Problem:
 
 
 Finder = Callable[[type[Scheduler], Load], Problem | None]
+LastCheck = Callable[[type[Scheduler]], Problem | None]  # of what no load leads to
 
 
 def find_problem(
-    policy: type[Scheduler], finder: Finder, loads: Iterable[Load], shrinks: bool
+    policy: type[Scheduler], finder: Finder, loads: Iterable[Load], last_check: LastCheck | None
 ) -> Problem | None:
-    """The first problem of a policy on these loads. `shrinks`: on a load as small as can be."""
+    """The first problem of a policy on these loads. If it has a moment, on the smallest load."""
     for load in loads:
-        problem = find(policy, finder, load)
-        if problem and problem.moment and shrinks:
-            return find(policy, finder, smallest_load(policy, finder, load, problem.rule))
+        problem = find(partial(finder, policy, load))
+        if problem and problem.moment:
+            smallest = smallest_load(policy, finder, load, problem.rule)
+            return find(partial(finder, policy, smallest))
         if problem:
             return problem
-    return None
+    return find(partial(last_check, policy)) if last_check else None
 
 
 def smallest_load(policy: type[Scheduler], finder: Finder, load: Load, rule: str) -> Load:
@@ -53,16 +56,16 @@ def smallest_load(policy: type[Scheduler], finder: Finder, load: Load, rule: str
     def fails_alike(smaller: Load) -> bool:
         if time.process_time() > deadline:
             return False
-        problem = find(policy, finder, smaller)
+        problem = find(partial(finder, policy, smaller))
         return problem is not None and problem.rule == rule
 
     return shrink(load, fails_alike)
 
 
-def find(policy: type[Scheduler], finder: Finder, load: Load) -> Problem | None:
-    """The problem of a policy on one load, an error of it included."""
+def find(check: Callable[[], Problem | None]) -> Problem | None:
+    """The problem that a check finds, an error of the policy included."""
     try:
-        return finder(policy, load)
+        return check()
     except PolicyError as error:
         return Problem(rule="error", sentence=str(error), place=error.place)
 
@@ -86,13 +89,10 @@ def adds_below_zero(policy: type[Scheduler]) -> Problem | None:
     No load leads to such a batch: with a fixed budget no prefill begins where it is used up."""
     batch_class: type[Batch] = getattr(policy, "batch_class", Batch)
     request = make_request(0, LoadRequest(arrival=0, prompt_len=4, output_len=1))
-    try:
-        with guarded(CALL_LIMIT_S):
-            batch = batch_class(1)
-            batch.left = -1
-            returned = batch.add(request)
-    except PolicyError as error:
-        return Problem(rule="error", sentence=str(error), place=error.place)
+    with guarded(CALL_LIMIT_S):
+        batch = batch_class(1)
+        batch.left = -1
+        returned = batch.add(request)
     if returned == 0 and not batch:
         return None
     added = [chunk.length for chunk in batch]

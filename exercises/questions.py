@@ -4,6 +4,7 @@ Read first: loads.py, lockstep.py. Read next: catalog.py."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from exercises.loads import Load, LoadRequest, ample, mixed_loads
 from exercises.lockstep import Trial, serve
@@ -20,20 +21,13 @@ class Question:
     load_beside: Load | None = None  # of the other policy on the page, if it is another one
 
 
-def first_iteration(trial: Trial, i: int) -> int:
-    """The first iteration, from 1, with a chunk of request i."""
-    for number, iteration in enumerate(trial.iterations, start=1):
-        if any(chunk.request_id == i for chunk in iteration.chunks):
-            return number
-    raise ValueError(f"request {i} was never computed")
-
-
-def last_iteration(trial: Trial, i: int) -> int:
-    """The iteration, from 1, with the last chunk of request i."""
-    for number, iteration in reversed(list(enumerate(trial.iterations, start=1))):
-        if any(chunk.request_id == i for chunk in iteration.chunks):
-            return number
-    raise ValueError(f"request {i} was never computed")
+def iterations_of(trial: Trial, i: int) -> list[int]:
+    """The iterations, from 1, with a chunk of request i."""
+    return [
+        number
+        for number, iteration in enumerate(trial.iterations, start=1)
+        if any(chunk.request_id == i for chunk in iteration.chunks)
+    ]
 
 
 def prefill_lengths(trial: Trial, i: int) -> list[int]:
@@ -44,9 +38,9 @@ def prefill_lengths(trial: Trial, i: int) -> list[int]:
 
 def when_the_late_one_begins(trial: Trial) -> str:
     """When a late request begins, in exercises 1 and 2."""
-    began = first_iteration(trial, 2)
-    ended = last_iteration(trial, 0)
-    longest = last_iteration(trial, 1)
+    began = iterations_of(trial, 2)[0]
+    ended = iterations_of(trial, 0)[-1]
+    longest = iterations_of(trial, 1)[-1]
     return (
         f"in iteration {began}. Request 0 ended in iteration {ended}, request 1 in {longest}; "
         "request 2 arrived in iteration 2."
@@ -55,13 +49,8 @@ def when_the_late_one_begins(trial: Trial) -> str:
 
 def how_long_the_decode_waits(trial: Trial) -> str:
     """For how many iterations in a row a decode waits, in exercise 3."""
-    waits = [0]
-    for iteration in trial.iterations[1:]:
-        if any(chunk.request_id == 0 for chunk in iteration.chunks):
-            waits.append(0)
-        else:
-            waits[-1] += 1
-    return f"{max(waits)} iterations. More prompts would stall it for longer; there is no limit."
+    gaps = [after - before - 1 for before, after in pairwise(iterations_of(trial, 0))]
+    return f"{max(gaps)} iterations. More prompts would stall it for longer; there is no limit."
 
 
 def the_chunks_of_two(trial: Trial) -> str:
@@ -78,15 +67,15 @@ def when_the_prompt_is_done(trial: Trial) -> str:
 
 def when_three_are_done(trial: Trial) -> str:
     """How long three short prompts take beside three decodes, in exercise 6."""
-    first = min(first_iteration(trial, i) for i in (3, 4, 5))
-    done = max(first_iteration(trial, i) + len(prefill_lengths(trial, i)) for i in (3, 4, 5))
+    first = min(iterations_of(trial, i)[0] for i in (3, 4, 5))
+    done = max(iterations_of(trial, i)[0] + len(prefill_lengths(trial, i)) for i in (3, 4, 5))
     return f"{done - first} iterations: short prompts share a batch, and the last one is cut."
 
 
 def who_was_preempted(trial: Trial) -> str:
     """The preemptions of two requests that grow, in exercise 7."""
     times = sum(len(iteration.preempted) for iteration in trial.iterations)
-    ends = [last_iteration(trial, i) for i in (0, 1)]
+    ends = [iterations_of(trial, i)[-1] for i in (0, 1)]
     again = trial.requests[1].recomputed_tokens
     return (
         f"{amount(times, 'preemption')}. Request 0 ends in iteration {ends[0]}, request 1 in "

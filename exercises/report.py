@@ -20,6 +20,7 @@ from exercises.lockstep import (
     one_second,
     serve,
 )
+from exercises.mending import Figures, figures_table
 from exercises.problems import Problem
 from exercises.rules import amount, tokens
 from page.html import page
@@ -40,7 +41,7 @@ def describe_problem(
     moment = problem.moment
     if moment is None and not problem.details:
         line = f"{place_of(exercise, policy, problem)}: {problem.sentence}"
-        is_written = problem.place is not None and problem.sentence != "not written yet"
+        is_written = problem.sentence != "not written yet"
         hint = f". For a hint: `python -m exercises {exercise.number} --hint`"
         return line + hint if is_written and " line " in line else line
     see = f"To see it: `{command} --html difference.html`"
@@ -187,42 +188,23 @@ def draw_page(exercise: Exercise, policy: type[Scheduler], problem: Problem | No
 
     Without such a load it is yours and another policy's, on the load of the question. Returns
     None if yours makes no batch."""
-    if problem is None or problem.moment is None:
-        return _page_of_question(exercise, policy)
-    load = problem.moment.load
-    name = "reference" if problem.reference else exercise.beside
-    other = problem.reference or find_policy(name)
-    seconds = one_second if problem.reference else exercise.seconds
-    runs = {
-        "yours": record(policy, load, seconds),
-        name: record(other, load, seconds),
-    }
+    moment = problem.moment if problem else None
+    reference = problem.reference if problem else None
+    load = moment.load if moment else exercise.question.load
+    load_beside = moment.load if moment else exercise.question.load_beside or load
+    name = "reference" if reference else exercise.beside
+    other = reference or find_policy(name)
+    seconds = one_second if reference else exercise.seconds
+    runs = {"yours": record(policy, load, seconds), name: record(other, load_beside, seconds)}
     if not runs["yours"].records:
         return None
+    title = f"Exercise {exercise.number}: {exercise.title}"
     return page(
-        f"Exercise {exercise.number}: {exercise.title}",
-        problem.sentence,
+        title,
+        problem.sentence if problem and moment else f"your schedule beside {name}, simulated",
         runs,
-        slo_s=1.5 if problem.reference else exercise.slo_s,
-        iteration=problem.moment.iteration,
-    )
-
-
-def _page_of_question(exercise: Exercise, policy: type[Scheduler]) -> str | None:
-    """The page of your schedule beside another policy's, on the load of the question."""
-    question = exercise.question
-    other = find_policy(exercise.beside)
-    runs = {
-        "yours": record(policy, question.load, exercise.seconds),
-        exercise.beside: record(other, question.load_beside or question.load, exercise.seconds),
-    }
-    if not runs["yours"].records:
-        return None
-    return page(
-        f"Exercise {exercise.number}: {exercise.title}",
-        f"your schedule beside {exercise.beside}, simulated",
-        runs,
-        slo_s=exercise.slo_s,
+        slo_s=1.5 if reference else exercise.slo_s,
+        iteration=moment.iteration if moment else None,
     )
 
 
@@ -238,5 +220,10 @@ def record(policy: type[Scheduler], load: Load, seconds: Seconds) -> Recorder:
 
 
 def answer_question(exercise: Exercise, policy: type[Scheduler]) -> str:
-    """The answer to the question of the docstring, from a run of a solution."""
-    return exercise.question.answer(serve(policy, exercise.question.load, exercise.seconds))
+    """The answer to the question of the docstring, and what a solution gains and costs there."""
+    question = exercise.question
+    trial = serve(policy, question.load, exercise.seconds)
+    load_beside = question.load_beside or question.load
+    other = serve(find_policy(exercise.beside), load_beside, exercise.seconds)
+    table = figures_table({"yours": Figures.of(trial), exercise.beside: Figures.of(other)})
+    return f"{question.answer(trial)}\n\nWhat it gains and what it costs there:\n\n{table}"

@@ -74,11 +74,10 @@ def never_admitted(difference: Difference) -> str | None:
 
 def joins_a_running_batch(difference: Difference) -> str | None:
     """Request-level: nobody joins while anybody runs."""
-    new = sorted(difference.yours.admitted - difference.reference.admitted)
-    if not (new and difference.running):
+    if not (difference.new and difference.running):
         return None
     return (
-        f"Nobody joins while anybody runs: you admit {names(new)}, "
+        f"Nobody joins while anybody runs: you admit {names(difference.new)}, "
         f"and {names(difference.running)} had not ended."
     )
 
@@ -103,11 +102,10 @@ def decode_waits(difference: Difference) -> str | None:
 
 def waits_without_need(difference: Difference) -> str | None:
     """A request that fits is admitted at once."""
-    late = sorted(difference.reference.admitted - difference.yours.admitted)
-    if not late:
+    if not difference.late:
         return None
     return (
-        f"A request that fits is admitted at once: {names(late[:1])} waits, "
+        f"A request that fits is admitted at once: {names(difference.late[:1])} waits, "
         "and there is room. Call admit() until it returns None."
     )
 
@@ -153,12 +151,11 @@ def hybrid_batch(difference: Difference) -> str | None:
 
 def decodes_come_first(difference: Difference) -> str | None:
     """Prompts come first."""
-    late = sorted(difference.reference.admitted - difference.yours.admitted)
-    if not late or prompt_chunks(difference):
+    if not difference.late or prompt_chunks(difference):
         return None
     return (
-        f"Prompts come first: {names(late[:1])} can be admitted, and your batch decodes. "
-        "Decode only if no prompt fits."
+        f"Prompts come first: {names(difference.late[:1])} can be admitted, and your batch "
+        "decodes. Decode only if no prompt fits."
     )
 
 
@@ -175,7 +172,7 @@ def overtakes(difference: Difference) -> str | None:
     """The queue is in order of arrival, and its first request blocks the others."""
     yours = difference.yours
     queue = [i for i, state in difference.states.items() if not state.is_running]
-    for i in sorted(yours.admitted - difference.reference.admitted):
+    for i in difference.new:
         arrival = difference.states[i].arrival
         for other in queue:
             if other not in yours.admitted and difference.states[other].arrival < arrival:
@@ -188,12 +185,11 @@ def overtakes(difference: Difference) -> str | None:
 
 def room_for_another_prompt(difference: Difference) -> str | None:
     """As many prompts as fit share a batch."""
-    late = sorted(difference.reference.admitted - difference.yours.admitted)
-    if not late:
+    if not difference.late:
         return None
     return (
         f"As many prompts as fit share a batch, up to max_len = {difference.load.max_len} "
-        f"tokens: {names(late[:1])} fits, and waits."
+        f"tokens: {names(difference.late[:1])} fits, and waits."
     )
 
 
@@ -311,19 +307,17 @@ def new_before_begun(difference: Difference) -> str | None:
 
 def admits_beside_begun(difference: Difference) -> str | None:
     """Nobody is admitted while a prompt has begun."""
-    new = sorted(difference.yours.admitted - difference.reference.admitted)
-    if not (new and difference.prefills):
+    if not (difference.new and difference.prefills):
         return None
     return (
-        f"One prompt at a time: you admit {names(new[:1])}, and the prompt of "
+        f"One prompt at a time: you admit {names(difference.new[:1])}, and the prompt of "
         f"{names(difference.prefills[:1])} has begun and is not done."
     )
 
 
 def admits_without_budget(difference: Difference) -> str | None:
     """Nobody is admitted once the budget is used up."""
-    new = sorted(difference.yours.admitted - difference.reference.admitted)
-    idle = [i for i in new if i not in difference.yours.chunks]
+    idle = [i for i in difference.new if i not in difference.yours.chunks]
     if not idle:
         return None
     return (

@@ -217,8 +217,10 @@ class Peak(SarathiServe):
     and as many tokens more as it generates. That admits more than prompt + output for each, and
     preempts seldom: only a slow prefill makes others meet later than was reckoned.
     Source: ModelTC/lightllm lightllm/server/router/req_queue/chunked_prefill/impl.py @05936590,
-    `_can_add_new_req`. Differs from theirs: it estimates the outputs, and this takes
-    max_new_tokens; it lengthens each by the chunks that are left of the prompt, and by 6 tokens."""
+    `_can_add_new_req`.
+    Differs from theirs: it estimates the outputs, and this takes max_new_tokens; it lengthens each
+    by the chunks that are left of the prompt, and by 6 tokens. See today.py for how to read this:
+    `page_size=1 pages=6 max_len=2, 1+1 1+1` gives `0:1 1:1`, theirs `0:1 | 1:1`."""
 
     watermark_percent = 0
 

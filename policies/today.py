@@ -2,7 +2,10 @@
 
 Each rule was read in the engine's source. The docstring names the file, and the commit or version
 where it is known. The code is this repository's own, and plainer than theirs: no encoders, no
-adapters, no speculation, no second GPU. "Differs from theirs" says what is left out.
+adapters, no speculation, no second GPU. "Differs from theirs" says what is left out, each with an
+example: sizes, then prompt + output of requests that are all there at the beginning, and from them
+the chunk of each request in each batch, `d` for a decode, here and there. Prompts of letters share
+pages.
 
 `python bench.py today` shows them side by side, and `python -m tests.beside vllm-v1` holds one
 beside the engine itself. Read first: scheduler.py. Read next: remedies.py, what their users
@@ -83,8 +86,12 @@ class VLLMV1(Recomputing):
     neither of these two, and caps a lonely prompt, too.
     Source: vllm/v1/core/sched/scheduler.py of vLLM 0.33.0, `schedule`, and its kv_cache_manager.py,
     with the defaults watermark = 0 and scheduler_reserve_full_isl.
-    Differs from theirs: of two pages with the same tokens only the first is found; and of a victim
-    of whose tokens one is left, the interval does not make this one wait."""
+    Differs from theirs: of two pages with the same tokens only the first is found. With
+    `chunk=2 max_batch=2 pages=5 page_size=1 max_len=5, aa+1 a+4 a+4` the last one, preempted, finds
+    nothing: `0:2 | 1:1 2:1 | 1:d 2:d | 1:d | 1:d | 2:2`, theirs `... | 1:d | 1:d 2:d | 2:d`.
+    And of a victim of whose tokens one is left, the interval does not make this one wait. With
+    `prefill_schedule_interval=3 pages=5 page_size=2 max_len=10, aaaaaa+4 aa+4`, it is the second:
+    `0:6 1:2 | 0:d | 0:d 1:d`, theirs `0:6 1:2 | 0:d | 0:d`."""
 
     shares_in_batch = True
     drops_decodes = False
@@ -215,8 +222,10 @@ class Interval(SarathiServe):
     A prefill batch has chunks of at most `chunk` tokens together, and no decode. So `every` trades
     the time of a first token for the gaps between the others.
     Source: SGLang's --prefill-decode-interval, python/sglang/srt/managers/scheduler.py,
-    `_should_defer_prefill`. Differs from theirs: 0.5.23 has --prefill-decode-interval-min-bs, too,
-    decodes below which nothing is deferred, and it is 0 by default."""
+    `_should_defer_prefill`.
+    Differs from theirs: 0.5.23 has --prefill-decode-interval-min-bs, too, decodes below which
+    nothing is deferred, and it is 0 by default. With `chunk=2, 2+2 2+1` and 2 of these:
+    `0:2 | 0:d | 1:2`, theirs `0:2 | 1:2 | 0:d`."""
 
     def __init__(self, *args: Any, every: int = 4, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -246,9 +255,12 @@ class SGLang(Interval):
     for early first tokens, and the risk of retractions for larger batches.
     Source: sgl-project/sglang 0.5.23 python/sglang/srt/managers/schedule_policy.py,
     `PrefillAdder.add_one_req`; schedule_batch.py, `retract_decode`; environ.py.
-    Differs from theirs: a request admitted in this batch counts like those that run; a retracted
-    one waits in front; a request with ignore_eos, as in benchmarks, counts there with all its
-    output, and without a radix cache by another rule: see Peak for one like it."""
+    Differs from theirs: a request admitted in this batch counts like those that run, and so does
+    one with ignore_eos, as in benchmarks. There both count with all their output:
+    `page_size=2 pages=4, 1+1 2+1` gives `0:1 1:2`, theirs `0:1 | 1:2`. Without a radix cache,
+    ignore_eos has another rule there: see Peak for one like it. And a retracted one waits in front:
+    `max_batch=3 page_size=1 pages=56, 1+20 2+20 3+20 4+5` retracts the third, and gives
+    `... | 0:d 1:d 2:d | 0:d 1:d | 0:d 1:d`, theirs `... | 0:d 1:d 2:d | 0:d 1:d | 3:4`."""
 
     INIT_RATIO = 0.7
     MIN_RATIO = 0.7 * 0.14
@@ -329,7 +341,10 @@ class LMDeploy(SarathiServe):
     `prefill_interval` decode batches. So prompts collect to full batches, and few answers are
     interrupted; a single short prompt waits for 16 tokens of the others.
     Source: InternLM/lmdeploy lmdeploy/pytorch/engine/inputs_maker.py @053945e0,
-    `do_prefill_default`. Differs from theirs: short prompts do not take turns with a long one."""
+    `do_prefill_default`.
+    Differs from theirs: a prompt longer than the budget is computed alone there, and its chunks
+    take turns with decodes and with short prompts. `chunk=4 max_batch=4, 2+3 9+1` gives
+    `0:2 1:2 | 1:4 | 1:3 | 0:d`, theirs `0:2 | 1:4 | 0:d | 1:4`."""
 
     watermark_percent = 0
 
@@ -400,7 +415,9 @@ class FastGen(SarathiServe):
     fewer tokens that are computed twice.
     Source: microsoft/DeepSpeed-MII mii/batching/ragged_batching.py @40dc4476,
     `_do_schedule_requests` and `reset_request_status`.
-    Differs from theirs: a prompt that has begun has memory for its rest here, and cannot stall."""
+    Differs from theirs: a prompt that has begun has memory for its rest here, and cannot stall.
+    `chunk=4 page_size=2 pages=3 max_len=4, 2+2 3+1` gives `0:2 1:2 | 1:1 | 0:d`, theirs
+    `0:2 1:2 | 0:d | 1:1`."""
 
     drops_decodes = True
     watermark_percent = 0
@@ -443,7 +460,11 @@ class TGI(VLLM):
     batch, except after the first one of an idle engine. Memory is reserved for prompt and output.
     It trades first tokens for fewer interruptions.
     Source: huggingface/text-generation-inference backends/v3/src/backend.rs @1d0847a9,
-    `batching_task`; queue.rs. Differs from theirs: it also asks whether so many fit at once."""
+    `batching_task`; queue.rs.
+    Differs from theirs: it also asks whether so many fit at once. One of two does in
+    `waiting_served_ratio=2 max_batch=2 page_size=1 max_len=5, 2+2 4+1 4+1`: `0:2 | 1:4 | 0:d`,
+    theirs `0:2 | 0:d | 1:4`. And it reserves no page for the last token, which is never computed:
+    `page_size=4 pages=3 max_len=12, 4+1 4+1` gives `0:4 | 1:4`, theirs `0:4 1:4`."""
 
     watermark_percent = 0
 
@@ -492,7 +513,10 @@ class HFTransformers(Recomputing):
     Source: transformers/generation/continuous_batching/ of transformers 5.23.0, `FIFOScheduler` in
     scheduler.py, `offload_requests` in offloading_manager.py, without memory on the CPU.
     Differs from theirs: `max_batch` there limits a batch, not who runs: with starved requests more
-    may run. A cached page is shared only by who is admitted at once."""
+    may run. `max_batch=2 page_size=1 pages=12 max_len=9, 6+3 6+3 6+3 3+5` gives
+    `0:6 1:2 | 0:d | 0:d | 2:6 3:2`, theirs `0:6 1:2 | 0:d 3:3 | 0:d 3:d`. A cached page is shared
+    there only by who is admitted at once. `max_batch=1 page_size=1 pages=4 max_len=4, aa+2 aa+2`
+    gives `0:2 | 0:d | 1:1`, theirs `0:2 | 0:d | 1:2`."""
 
     def __init__(self, *args: Any, margin_percent: int = 15, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -579,10 +603,13 @@ class NanoVLLM(Recomputing, VLLM):
     A prompt behind it must fit into what is left of the budget as a whole. That keeps the code
     short; short prompts wait behind a long one, and all decodes wait for both.
     Source: GeeeekExplorer/nano-vllm nanovllm/engine/scheduler.py @bb823b3, `schedule`.
-    Differs from theirs: `max_batch` there limits a batch, not who runs. With C = 1, B = 1, 2 pages
-    of 2 and prompts of 1 + 2 and 1 + 1 tokens, it prefills the second beside the running first.
-    With prefix caching, the newest of two copies of a page is found there, and free pages are used
-    in the order in which they were freed, cached or not."""
+    Differs from theirs: `max_batch` there limits a batch, not who runs:
+    `chunk=1 max_batch=1 page_size=2 pages=2 max_len=3, 1+2 1+1` gives `0:1 | 0:d | 1:1`, theirs
+    `0:1 | 1:1 | 0:d`. With prefix caching, the newest of two copies of a page is found there:
+    `page_size=1 pages=4 max_len=4, aa+2 a+2 a+3` gives `0:2 1:1 2:1 | 0:d | 1:d 2:d`, theirs
+    `0:2 1:1 2:1 | 0:d | 1:2 2:2`. And free pages are used in the order in which they were freed,
+    cached or not: `page_size=1 pages=9 max_len=8, a+2 a+4 aabaaa+2` gives
+    `0:1 1:1 2:6 | 0:d 1:d | 2:d`, theirs `0:1 1:1 2:6 | 0:d 1:d | 2:2`."""
 
     watermark_percent = 0
 

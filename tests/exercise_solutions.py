@@ -140,6 +140,16 @@ class OneLongPrompt(SarathiServe):
 }
 WRONG = [  # (exercise, part of the solution, what takes its place, the message)
     (
+        3,
+        "        while self.waiting and len(self.waiting[0].tokens) <= batch.left:\n",
+        "        for first in sorted(self.waiting, key=lambda r: -r.id):\n"
+        "            self.waiting.remove(first)\n"
+        "            self.waiting.appendleft(first)\n"
+        "            if len(first.tokens) > batch.left:\n"
+        "                break\n",
+        r"request \d overtakes request \d, which arrived before it and waits",
+    ),
+    (
         1,
         "if not self.running:",
         "if True:",
@@ -269,8 +279,8 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
     (
         4,
         "return length",
-        "pass",
-        r"line \d+: ValueError: add.. returned None, and the batch got",
+        "return",
+        r"line \d+: ValueError: add.. returned None, and the batch got .*: did you forget return\?",
     ),
     (
         4,
@@ -453,7 +463,7 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
         7,
         "while request.pages:",
         "while request in decodes:",
-        "it does not decode",
+        "it does not decode|it has just been preempted",
     ),
     (
         8,
@@ -598,6 +608,60 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
         "return len(decodes) + length",
         "return self.chunk / 3",
         "token_budget=.*whole number",
+    ),
+    (
+        9,
+        "start, length + 1)",
+        "start, length)",
+        "With a token less it would meet it",
+    ),
+    (
+        9,
+        "return len(decodes) + length",
+        "return len(decodes) + max(1, length)",
+        "Its decodes alone take longer: then there is no prefill",
+    ),
+    (
+        9,
+        "self.predict(shape.with_chunk(start, length + 1))",
+        "0.01 + 0.001 * (length + 1) + 0.0005 * len(decodes)",
+        "The keys that its tokens attend to take 11.0 ms of them",
+    ),
+    (
+        9,
+        "max([request.num_computed for request in prefills], default=0)",
+        "prefills[0].num_computed if prefills else 0",
+        "stay on the safe side: .* your budget is 31: too large",
+    ),
+    (
+        9,
+        "        if not decodes:\n            return self.max_len\n",
+        "",
+        "yours is 0 for a prompt of which 4,000 tokens are computed",
+    ),
+    (
+        7,
+        "while request.pages:",
+        "while True:",
+        "has just been preempted, perhaps for itself",
+    ),
+    (
+        8,
+        "self.pages.needed(len(request.tokens))",
+        "self.pages.needed(len(request.tokens) + 1)",
+        r"request 0 needs 1, and has 2 with you\.\n",
+    ),
+    (
+        10,
+        "self.grow_decodes()",
+        "[r for r in self.running if r.is_decoding]",
+        "Take the decodes from self.grow_decodes.., which finds a page for each",
+    ),
+    (
+        10,
+        "while self.admit():\n            pass",
+        "while self.waiting:\n            self.running.append(self.waiting.popleft())",
+        "Only self.admit.. gives a request memory",
     ),
     (
         10,

@@ -72,10 +72,6 @@ BROKEN = [  # (the method of a policy, what the violation says)
         DROPS,
         r"'no decode dropped' is broken: .* 1 other decodes \(request 0,",
     ),
-    (
-        "schedule(self): return []",
-        CHUNKS + r"schedule\(\) returned a list, and must return a Batch",
-    ),
     ("schedule(self): return {}['none']", ENDS + "KeyError: 'none', in .*own.py line 3"),
     ("schedule(self): pass", CHUNKS + r"schedule\(\) returned None: did you forget return"),
     ("token_budget(self, *_): return self.chunk / 3", ENDS + "token_budget=2.6.*whole num.*own.py"),
@@ -195,19 +191,15 @@ def test_the_command_names_policy_load_and_rule_in_one_line(method, load, rule, 
     assert re.fullmatch(line, explain(broken.value))
     line = rf"{TEMPLATE} keeps all rules: nothing lost, .*, everybody ends \([\d,]{{5,}} iter.*\n"
     assert re.fullmatch(line, capsys.readouterr().out)
+    verdict = check_policy(policy)
+    assert verdict.violation.rule == rule and verdict.violation.sentence in str(broken.value)
+    assert verdict.iterations > 100  # of the loads before
 
 
 WRONG = [  # (the method of a policy, part of the sentence about it)
     (f"{BATCH}batch.append(self.running[0]){RETURN}", "a batch holds chunks: use batch.add"),
-    (
-        f"{BATCH}batch.append(None){RETURN}",
-        "a batch holds chunks: use batch.add(request), not None",
-    ),
     ("schedule(self): super().schedule()", "returned None: did you forget return?"),
-    (
-        "schedule(self): return tuple(super().schedule())",
-        "returned a tuple, and must return a Batch",
-    ),
+    ("schedule(self): return tuple(super().schedule())", "returned a tuple, and must return a Bat"),
     ("schedule(self): yield", "returned a generator, and must return a Batch"),
     ("__init__(self, *args, **options): pass", "Own.__init__() must call super().__init__()"),
     (f"schedule(self): self.waiting = None; {UNCHANGED}", "Error: "),
@@ -250,7 +242,7 @@ def test_whatever_a_policy_does_wrong_is_one_line(
     assert line.startswith("error: ") and message in line and "\n" not in line
 
 
-def test_a_request_that_is_in_a_batch_twice_is_named(tmp_path):
+def test_a_request_that_is_in_a_batch_twice_is_named_by_an_engine(tmp_path):
     policy = write_policy(tmp_path, f"{BATCH}batch.append(batch[0]){RETURN}")
     with pytest.raises(PolicyError, match="one chunk of a request, not several of request 0"):
         complaint_of_engine(policy)
@@ -301,16 +293,6 @@ def test_a_policy_may_replace_its_queue(queue, pp, tmp_path):
     assert all(c.finish_reason == "length" for c in completions)
     first_tokens = [c.token_times[0] for c in sorted(completions, key=lambda c: len(c.prompt))]
     assert pp > 1 or first_tokens == sorted(first_tokens)
-
-
-def test_a_violation_says_where_which_rule_and_what_was_seen(tmp_path):
-    policy = write_policy(tmp_path, LOSES_PREEMPTED)
-    verdict = check_policy(policy)
-    violation = verdict.violation
-    assert violation.rule == "nothing lost" and violation.iteration > 1
-    assert re.fullmatch(rf"{policy}, chunk \d+, tight memory", violation.policy)
-    assert violation.observation.endswith("waits or runs 0 times")
-    assert verdict.iterations > 100  # of the loads that fit the memory
 
 
 def test_a_schedule_that_never_returns_is_stopped_and_named(tmp_path, monkeypatch):

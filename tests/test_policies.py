@@ -1,5 +1,6 @@
 """Policies by name, those in files of one's own, and what an engine is told about them."""
 
+import re
 from dataclasses import FrozenInstanceError, replace
 from functools import partial
 from inspect import signature
@@ -9,10 +10,12 @@ import pytest
 from config import EngineConfig
 from engine import Engine
 from kv_cache import Pages
-from policies import POLICIES, find_policy, make_scheduler, policy_options
+from policies import POLICIES, TODAY, find_policy, make_scheduler, policy_options
 from policies.custom import PolicyError, where_it_failed
+from policies.observers import chunk_records
+from policies.pages import make_pages
 from scheduler import Request, SarathiServe
-from tests.helpers import IN_ORDER, RESERVING, tiny_model
+from tests.helpers import IN_ORDER, RESERVING, advance, tiny_model
 
 OWN = """from scheduler import Request, SarathiServe
 class Shortest(SarathiServe):
@@ -162,3 +165,37 @@ def test_an_engine_takes_the_fields_of_a_config_as_keywords():
     assert Engine(tiny_model(), config).config == config
     with pytest.raises(TypeError, match="tbt_slo"):
         Engine(tiny_model(), policy="dynamic", tbt_slo=0.2)
+
+
+EXAMPLE = r"`((?:\w+=\d+ ?)+), ([\w+ ]+)`[^`]*?`((?:\.\.\. \| )?0:[^`]*)`,? theirs `([^`]+)`"
+EXAMPLES = [
+    (name, *example)
+    for name, policy in TODAY.items()
+    for example in re.findall(EXAMPLE, " ".join(policy.__doc__.split()))
+]
+
+
+@pytest.mark.parametrize("name, sizes, load, batches, theirs", EXAMPLES)
+def test_an_example_of_what_differs_from_an_engine_is_true_here(name, sizes, load, batches, theirs):
+    options = dict(chunk=8, max_batch=8, max_len=64, page_size=4, pages=64)
+    options |= {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", sizes)}
+    cache = make_pages(options.pop("pages"), options.pop("page_size"), not load[0].isdigit())
+    scheduler = make_scheduler(name, cache, **options)
+    for i, lengths in enumerate(load.split()):
+        prompt, output = lengths.split("+")
+        tokens = [1000 + i] * int(prompt) if prompt.isdigit() else [*map(ord, prompt)]
+        scheduler.add(Request(i, tokens, len(tokens), int(output), float(i)))
+    rows = []
+    while scheduler.requests:
+        batch = scheduler.next_batch()
+        rows.append(" ".join(f"{i}:{'d' if d else n}" for i, _, n, d in chunk_records(batch)))
+        advance(scheduler, batch)
+    assert len(load.split()) <= 4 and theirs != batches
+    expected = batches.removeprefix("... | ")
+    text = " | ".join(rows) + " | "
+    assert f"{expected} | " in text if expected != batches else text.startswith(f"{expected} | ")
+
+
+def test_each_difference_from_an_engine_has_its_example():
+    differing = {name for name, cls in TODAY.items() if "Differs from theirs" in cls.__doc__}
+    assert differing == {name for name, *_ in EXAMPLES} and len(EXAMPLES) == 15

@@ -156,9 +156,25 @@ function compare_with_base(run, base) {
 
 const chosen_exercise = () =>
   data.editor.exercises.find(({number}) => String(number) === $("startwith").value);
+/** Mark those that have been solved in this browser. */
+function draw_progress() {
+  const {exercises} = data.editor;
+  let solved = 0;
+  for (const {number, title} of exercises) {
+    const is_solved = kept(SOLVED + number) !== null;
+    $("startwith").querySelector(`[value="${number}"]`).textContent =
+      `exercise ${number}: ${title}${is_solved ? " ✓ solved" : ""}`;
+    solved += is_solved;
+  }
+  $("progress").textContent = `${solved} of ${exercises.length} exercises solved`;
+}
 async function check_exercise({number, title}) {
   const reply = await ask({kind: "exercise", number, source: $("source").value});
   show_reply(reply.line, !reply.solved, reply);
+  if (reply.solved) {
+    keep(SOLVED + number, "yes");
+    draw_progress();
+  }
   if (reply.page === null) return;
   const address = URL.createObjectURL(new Blob([reply.page], {type: "text/html"}));
   $("exercisepage").src = address;
@@ -214,22 +230,25 @@ function draw_line_numbers(marked = null) {
   }));
   $("linenumbers").scrollTop = $("source").scrollTop;
 }
-// What was written stays in this browser, by what it began with.
+// What was written and solved stays in this browser; what was written, by what it began with.
+const SOLVED = "nanosarathi solved ";
 const storage_key = () => `nanosarathi ${$("startwith").value}`;
-function stored_source() {
+function kept(key) {
   try {
-    return localStorage.getItem(storage_key());
+    return localStorage.getItem(key);
   } catch {
     return null;  // the browser keeps nothing
   }
 }
-function store_source() {
+function keep(key, text) {
   try {
-    localStorage.setItem(storage_key(), $("source").value);
+    localStorage.setItem(key, text);
   } catch {
     return;
   }
 }
+const stored_source = () => kept(storage_key());
+const store_source = () => keep(storage_key(), $("source").value);
 async function original_source() {
   const exercise = chosen_exercise();
   if (!exercise) return data.editor.template;
@@ -309,8 +328,9 @@ function start_editor() {
   $("pythonfrom").textContent = new URL(pyodide, location.href).host || "the folder of this page";
   $("startwith").append(
     new Option("a policy of your own", NO_EXERCISE),
-    ...exercises.map(({number, title}) => new Option(`exercise ${number}: ${title}`, number)),
+    ...exercises.map(({number}) => new Option("", number)),
   );
+  draw_progress();
   const say_error = error => say_result(error.message, true);
   $("startwith").oninput = () => open_source(stored_source()).catch(say_error);
   $("startover").onclick = async () => {

@@ -84,7 +84,8 @@ function hatched(pen) {  // stripes of 45 degrees
 /** At each pixel the longest gap that lasts then, of all requests. */
 function draw_gap_strip(lanes, pen) {
   const [top, bottom] = lanes.band("gaps"), {gap_s} = lanes.scales;
-  const longest = new Float64Array(Math.ceil(lanes.width) + 2);  // of each pixel, in seconds
+  const pixels = Math.max(0, Math.ceil(lanes.width)) + 2;  // a page in a hidden frame has no width
+  const longest = new Float64Array(pixels);  // of each, in seconds
   for (const id of lanes.ids) {
     for (const [from, to, seconds] of lanes.gaps_in_view(lanes.run.lanes.get(id).gaps)) {
       const left = Math.max(0, Math.floor(lanes.x(from) - LEFT));
