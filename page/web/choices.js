@@ -49,9 +49,9 @@ async function unpack({data: base64, file}) {
   }
 }
 const parts_of = name => data.choices ? name.split(" | ") : [name];
-/** The run of a policy at what is chosen besides, or undefined. */
-function entry_of(policy) {
-  const wanted = axes.slice(1).map(([axis]) => chosen[axis]);
+/** The run of a policy at what is chosen besides, or at other labels; undefined without one. */
+function entry_of(policy, labels = chosen) {
+  const wanted = axes.slice(1).map(([axis]) => labels[axis]);
   return data.runs.find(({name}) => {
     const [run_policy, ...parts] = parts_of(name);
     const matches = parts.every((part, i) => part === NOT_CHOSEN || part === wanted[i]);
@@ -99,7 +99,7 @@ async function choose(wanted = {}) {
   const [policy_axis, policies] = axes[0];
   if (!can_run(chosen[policy_axis])) {  // this policy has no run of this load
     if (wanted[policy_axis]) choose_parts_of(chosen[policy_axis]);
-    else chosen[policy_axis] = policies.find(entry_of);
+    else chosen[policy_axis] = policies.find(policy => entry_of(policy));
   }
   await add_missing_runs();
   if (!entry_of(chosen.beside)) chosen.beside = NOBODY;
@@ -171,7 +171,7 @@ let table_calls = 0;
 /** Write a row for each policy at what is chosen besides, one after another: each takes a while. */
 async function show_table() {
   const call = ++table_calls, shown = panes.map(pane => pane.run.name);
-  const entries = axes[0][1].map(entry_of).filter(Boolean);
+  const entries = axes[0][1].map(policy => entry_of(policy)).filter(Boolean);
   $("policies").hidden = entries.length < 2;
   if (entries.length < 2) return;
   const besides = axes.slice(1).map(([axis]) => `${axis} ${chosen[axis]}`).join(", ");

@@ -267,7 +267,7 @@ class Lanes {
     pen.lineWidth = 3;
     for (const name of named_bands) {
       const [top, bottom] = this.band(name);
-      pen.strokeRect(2, top + 1.5, LEFT + this.width + 2, bottom - top);
+      pen.strokeRect(1.5, top - 1.5, LEFT + this.width + RIGHT - 3, bottom - top + 3);  // around labels
     }
   }
   /** Outline the iteration; a fill would look like a request that waits. */
