@@ -93,13 +93,18 @@ SOURCE_HAS_RUN = "!document.getElementById('runsource').disabled"
 
 
 @contextmanager
-def opened(browser, address, size=(1200, 800), until=DRAWN, skip_opening=True, **options):
-    """The page at an address, drawn; nothing it logs is an error, and no file asks the network."""
+def opened(
+    browser, address, size=(1200, 800), until=DRAWN, skip_opening=True, route=None, **options
+):
+    """The page at an address, drawn; nothing it logs is an error, and no file asks the network.
+    `route` answers all that it asks for."""
     viewport = dict(zip(("width", "height"), size, strict=True))
     tab = browser.new_page(viewport=viewport, offline="file:" in address, **options)
     errors = []
     tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+    if route:
+        tab.route("**", route)
     tab.goto(address)
     tab.wait_for_function(until)
     if skip_opening and until == DRAWN:

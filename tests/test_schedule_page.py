@@ -4,8 +4,7 @@ import json
 import random
 import re
 import shlex
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -322,7 +321,7 @@ def test_the_tip_says_who_waited_for_whom(browser, tmp_path):
             return tab.text_content("#tip")
 
         stall = "equest 0, token 201: waited 200 ms for request 1's prompt of 900 tokens."
-        assert tip_at(4.1, 5) == "R" + stall  # two pixels to its left and right
+        assert tip_at(5.2, 5) == "R" + stall  # which is a quarter of a pixel wide, and near
         tab.evaluate("set_view(3.9, 4.3)")
         tab.wait_for_function("!dirty")
         strip = tab.evaluate("panes[0].band('gaps')[1] - 3")
@@ -445,29 +444,23 @@ def test_the_bench_writes_a_page(command, tmp_path, capsys):
     assert all(run["settings"]["pages"] and run["data"] for run in data["runs"])
 
 
-# ---- A live page ---------------------------------------------------------------------------------
+@contextmanager
+def opened_live(browser, title, answer, until="dirty === false"):
+    """A live page, whose questions for records from a place on are answered by a function."""
+
+    def handle(route):
+        _, is_question, place = route.request.url.partition("/records/")
+        if is_question:
+            route.fulfill(json=answer(int(place)))
+        else:
+            text = page(title, "vllm, chunk 16", live="/records")
+            route.fulfill(body=text, content_type="text/html")
+
+    with opened(browser, "http://live/", until=until, route=handle) as tab:
+        yield tab
 
 
 def test_a_live_page_follows_an_engine(browser):
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            _, _, place = self.path.partition("/records/")
-            self.send_response(200)
-            self.end_headers()
-            if not place:
-                self.wfile.write(page("</script><b>&", "<i>", live="/records").encode())
-                return
-            is_new = int(place) == 10**15
-            reply = {
-                "records": snapshot if is_new else recorder.records[int(place) :],
-                "place": begun if is_new else len(recorder.records),
-                "texts": {"0": "the <b>first</b> text", "1": "the second"},
-            }
-            self.wfile.write(json.dumps(reply).encode())
-
-        def log_message(self, *_):
-            pass
-
     recorder = Recorder()
     engine = Engine(tiny_model(), chunk=16, max_batch=2, max_len=64, page_size=16)
     recorder.watch([engine.scheduler])
@@ -483,51 +476,48 @@ def test_a_live_page_follows_an_engine(browser):
     snapshot = [recorder.snapshot()]
     begun = len(recorder.records)
     step()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        with opened(browser, f"http://127.0.0.1:{server.server_port}/") as tab:
-            while engine.has_work:
-                step()
-            count = len(in_turn(recorder)) - 2
-            tab.wait_for_function(f"focused.run.iterations.length == {count}")
-            progress = "[...focused.run.state.progress.values()]"
-            state = tab.evaluate(f"{progress}.map(r => [r.output, r.ended])")
-            assert state == [[16, "length"], [16, "length"]]
-            assert tab.text_content("h1") == "</script><b>&: <i>"  # nothing ends the data
-            assert shown_runs(tab) == ["</script><b>&"] and texts(tab, "h2")[0] == "sarathi-serve"
-            assert tab.text_content(".run .gap").startswith("The last minute: ")
-            lines = ["1 the second", "0 the <b>first</b> text"]
-            assert [" ".join(text.split()) for text in texts(tab, "#texts p")] == lines
-            tab.hover("#texts p")
-            assert tab.evaluate("lit_request") == 1
-            lane = "describe(panes[0], focused.run.end, 1.5 * panes[0].lane_height)"
-            assert "It writes: … the second" in tab.evaluate(lane)
-            tab.keyboard.press("Home")
-            tab.wait_for_function("cursor == 0")
-            start = tab.evaluate("focused.run.iterations[0].start - focused.run.begin")
-            tab.wait_for_function(f"$('position').textContent.endsWith('at {start:.3f} s')")
-            with tab.expect_download() as download:
-                tab.click("#save")
-            events = json.loads(download.value.path().read_text())["traceEvents"]
-            assert [e["name"] for e in events if e["ph"] == "i"] == ["finished"] * 2
-        server.shutdown()
+
+    def answer(place):
+        is_new = place == 10**15
+        return {
+            "records": snapshot if is_new else recorder.records[place:],
+            "place": begun if is_new else len(recorder.records),
+            "texts": {"0": "the <b>first</b> text", "1": "the second"},
+        }
+
+    with opened_live(browser, "</script><b>&", answer) as tab:
+        while engine.has_work:
+            step()
+        count = len(in_turn(recorder)) - 2
+        tab.wait_for_function(f"focused.run.iterations.length == {count}")
+        progress = "[...focused.run.state.progress.values()]"
+        state = tab.evaluate(f"{progress}.map(r => [r.output, r.ended])")
+        assert state == [[16, "length"], [16, "length"]]
+        assert tab.text_content("h1") == "</script><b>&: vllm, chunk 16"  # it ends no data
+        assert shown_runs(tab) == ["</script><b>&"]
+        assert tab.text_content(".run h2") == "sarathi-serve"
+        assert tab.text_content(".run .gap").startswith("The last minute: ")
+        lines = ["1 the second", "0 the <b>first</b> text"]
+        assert [" ".join(text.split()) for text in texts(tab, "#texts p")] == lines
+        tab.hover("#texts p")
+        assert tab.evaluate("lit_request") == 1
+        lane = "describe(panes[0], focused.run.end, 1.5 * panes[0].lane_height)"
+        assert "It writes: … the second" in tab.evaluate(lane)
+        tab.keyboard.press("Home")
+        tab.wait_for_function("cursor == 0")
+        start = tab.evaluate("focused.run.iterations[0].start - focused.run.begin")
+        tab.wait_for_function(f"$('position').textContent.endsWith('at {start:.3f} s')")
+        with tab.expect_download() as download:
+            tab.click("#save")
+        events = json.loads(download.value.path().read_text())["traceEvents"]
+        assert [e["name"] for e in events if e["ph"] == "i"] == ["finished"] * 2
 
 
 def test_an_idle_live_page_says_what_to_send(browser):
-    def answer(route):
-        if "/records/" in route.request.url:
-            nothing = {"records": [{"live": [], "settings": {}}], "place": 0, "texts": {}}
-            route.fulfill(json=nothing)
-        else:
-            text = page("mine", "vllm, chunk 16", live="/records")
-            route.fulfill(body=text, content_type="text/html")
-
-    tab = browser.new_page()
-    tab.route("http://idle/**", answer)
-    tab.goto("http://idle/")
-    tab.wait_for_selector("#try:visible")
-    command = shlex.split(tab.text_content("#try"))
-    assert command[:3] == ["curl", "-N", "http://idle/v1/completions"]
-    assert json.loads(command[-1])["model"] == "mine"
-    assert tab.text_content("h1") == "mine: vllm, chunk 16"
-    tab.close()
+    nothing = {"records": [{"live": [], "settings": {}}], "place": 0, "texts": {}}
+    is_told = "!$('try').hidden"
+    with opened_live(browser, "mine", lambda place: nothing, until=is_told) as tab:
+        command = shlex.split(tab.text_content("#try"))
+        assert command[:3] == ["curl", "-N", "http://live/v1/completions"]
+        assert json.loads(command[-1])["model"] == "mine"
+        assert tab.text_content("h1") == "mine: vllm, chunk 16"

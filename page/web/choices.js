@@ -183,27 +183,38 @@ async function show_table() {
     if (call !== table_calls) return;
     rows.push(table_row(run, shown.includes(entry.name)));
   }
+  const heads = COLUMNS.map(([, head]) => `<th>${head}`).join("");
+  $("policytable").tHead.innerHTML = `<tr><th>policy${heads}<th class="note">in an iteration`;
   $("policytable").tBodies[0].replaceChildren(...rows);
 }
+/** The columns of numbers: [key of Run.metrics, head, how a number is written, whether it is bad]. */
+const is_over = seconds => seconds > SLO;
+const COLUMNS = [
+  ["ttft_p50", "TTFT P50", format_seconds],
+  ["ttft_p90", "TTFT P90", format_seconds],
+  ["tbt_p99", "TBT P99", format_seconds, is_over],
+  ["longest", "longest gap", format_seconds, is_over],
+  ["stalls", "stalls", format_count, Boolean],
+  ["tokens_per_s", "tokens/s", n => format_count(Math.round(n))],
+  ["cache", "KV cache in use", share => `${(100 * share).toFixed(0)} %`],
+];
 function table_row(run, is_shown) {
-  const {ttft_p50, ttft_p90, tbt_p99, longest, stalls, tokens_per_s, cache} = run.metrics();
-  const row = document.createElement("tr"), [policy] = parts_of(run.name);
-  const over = seconds => seconds > SLO ? ` class="over"` : "";
+  const metrics = run.metrics(), [policy] = parts_of(run.name);
+  const row = document.createElement("tr"), button = document.createElement("button");
   row.className = is_shown ? "shown" : "";
-  row.innerHTML = `<td><button></button></td>
-    <td data-k="ttft_p50">${format_seconds(ttft_p50)}</td>
-    <td data-k="ttft_p90">${format_seconds(ttft_p90)}</td>
-    <td data-k="tbt_p99"${over(tbt_p99)}>${format_seconds(tbt_p99)}</td>
-    <td data-k="longest"${over(longest)}>${format_seconds(longest)}</td>
-    <td data-k="stalls"${stalls ? ` class="over"` : ""}>${format_count(stalls)}</td>
-    <td data-k="tokens_per_s">${format_count(Math.round(tokens_per_s))}</td>
-    <td data-k="cache">${(100 * cache).toFixed(0)} %</td>
-    <td class="soft note"></td>`;
-  const button = row.querySelector("button");
+  row.insertCell().append(button);
+  for (const [key, , format, is_bad] of COLUMNS) {
+    const cell = row.insertCell();
+    cell.dataset.k = key;
+    cell.className = is_bad?.(metrics[key]) ? "over" : "";
+    cell.textContent = format(metrics[key]);
+  }
+  const note = row.insertCell();
+  note.className = "soft note";
+  note.textContent = run.settings.note ?? "";
   button.textContent = (is_shown ? "● " : "") + title_of(run);
   button.setAttribute("aria-current", String(is_shown));
   button.onclick = () => choose({[axes[0][0]]: policy});
-  row.lastElementChild.textContent = run.settings.note ?? "";
   return row;
 }
 
