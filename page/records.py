@@ -14,7 +14,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any, NotRequired, TypedDict
 
-from page.policy_notes import policy_name, policy_note
+from policies.cards import CARDS
 from policies.micro_batches import StageRun
 from policies.observers import Iteration, Observer
 from policies.pools import DecodeInstance, PrefillInstance, Sent
@@ -128,12 +128,13 @@ class Recorder(Observer):
     def watch(self, schedulers: Sequence[Scheduler]) -> None:
         """From here on, look at each batch that these schedulers make. They share one queue."""
         first = schedulers[0]
+        name, note = name_and_note(type(first))
         self.settings = {
             "chunk": first.chunk,
             "max_batch": first.max_batch,
             "max_len": first.max_len,
-            "policy": policy_name(type(first)),
-            "note": policy_note(type(first)),
+            "policy": name,
+            "note": note,
             "micro_batches": len(schedulers),
             "pages": len(schedulers) * first.pages.total,
             "page_size": first.pages.page_size,
@@ -256,6 +257,16 @@ class Recorder(Observer):
         """The state between two steps, for a page that is opened in the middle of a run."""
         requests = [request for request in self.live.values() if not request.finish_reason]
         return {"settings": self.settings, "live": [describe_progress(r) for r in requests]}
+
+
+def name_and_note(policy: type[Scheduler]) -> tuple[str, str]:
+    """The name of a policy, and what it does in an iteration, in a few words. For a custom policy,
+    the name of the class and the first line of its docstring, without the marks of code."""
+    for name, card in CARDS.items():
+        if card.cls is policy:
+            return name, card.note
+    first_line = (policy.__doc__ or "").strip().partition("\n")[0]
+    return policy.__name__, first_line.replace("`", "")
 
 
 def instance_names(kind: str, count: int) -> list[str]:
