@@ -132,20 +132,6 @@ def test_a_page_hash_stands_for_all_tokens_up_to_its_end():
     assert pages.hashes(growing) == hashes_of(pages, (1, 2, 3, 4, 5, 6))
 
 
-def test_the_least_recently_used_page_goes_first_from_the_end_and_a_request_grows_up_to_the_last():
-    pages = CachedPages(5, 1)
-    old, new = pages.allocate(3), pages.allocate(1)
-    assert pages.allocate(1, after=3) == [4]
-    new.append(4)
-    for table, tokens in ((old, [1, 2, 3]), (new, [4, 5])):
-        pages.publish(table, hashes_of(pages, tokens))
-        pages.free(table)
-    pages.take(old[:1])
-    pages.free(old[:1])  # left later than all others
-    evicted = [pages.allocate(1)[0] for _ in range(5)]
-    assert evicted == [2, 1, 4, 3, 0]
-
-
 def interrupted_at_line(place, function, *arguments):
     """Call a function, with KeyboardInterrupt at a line of it. Returns whether it had so many."""
     lines = 0

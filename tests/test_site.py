@@ -141,6 +141,8 @@ def test_a_policy_of_ones_own_is_shown_beside_any_other(browser, site_address):
 def test_a_policy_that_changes_nothing_here_is_told_where_it_does(browser, site_address):
     with opened(browser, site_address) as tab:
         line = run_source(tab)  # the template
+        tab.click("#seerun")
+        tab.wait_for_function("panes[1]?.run.name === 'ShortestFirst (yours) | 256 | tight memory'")
     nothing = "At load A to D, at one long among short it changes nothing."
     assert f"no rule is broken. {nothing} At load tight memory, against sarathi-serve" in line
 

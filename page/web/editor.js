@@ -11,6 +11,7 @@ const own_sources = new Map();  // a policy that was written here, as the page n
 let bundle = null;  // see lab/explore/bundle.py, once it is loaded
 let worker = null;  // in which Python runs, once it is loaded
 let stop_waiting = null;  // ends the wait for the worker, with a reason
+let telling_load = "";  // at which the policy that was run last changes something, or the chosen one
 
 // ---- Python -------------------------------------------------------------------------------------
 
@@ -128,6 +129,7 @@ async function run_source() {
   if (!policy) return;
   const holds = !$("result").classList.contains("problem");
   await choose(chosen[axes[0][0]] === policy ? {} : {beside: policy});
+  telling_load = chosen.load;
   $("seerun").hidden = false;
   if (holds) await say_change(policy, source);  // or else the run ends where it failed
 }
@@ -145,7 +147,10 @@ async function say_change(policy, source) {
       if (!entry_of(policy, wanted) && !await add_own_run(source, load_name)) return;
       const [run, base] = [await load(entry_of(policy, wanted)), await load(entry_of(BASE, wanted))];
       const change = explain_change(run, base);
-      if (change) return say(` At load ${load_name}, against ${title_of(base)}: ${change}.`);
+      if (change) {
+        telling_load = load_name;
+        return say(` At load ${load_name}, against ${title_of(base)}: ${change}.`);
+      }
     } catch (error) {
       return say(` At load ${load_name}: ${error.message}.`);
     }
@@ -342,7 +347,10 @@ function start_editor() {
   $("source").onscroll = () => { $("linenumbers").scrollTop = $("source").scrollTop; };
   $("runsource").onclick = run_or_check;
   $("stoprun").onclick = () => stop_waiting?.(STOPPED);
-  $("seerun").onclick = () => panes[0].box.scrollIntoView({block: "start"});
+  $("seerun").onclick = async () => {
+    await choose({load: telling_load});
+    panes[0].box.scrollIntoView({block: "start"});
+  };
   open_source(stored_source());
   add_jump();
 }
