@@ -9,12 +9,12 @@ queue waits, and the times. Everything that can be counted from these is counted
 web/. Plain Python without a model, as it runs in a browser, too. Read first: engine.py. Read next:
 html.py."""
 
-import math
 from collections.abc import Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import Any, NotRequired, TypedDict
 
-from page.policy_notes import policy_name, policy_note
+from policies.cards import CARDS
 from policies.micro_batches import StageRun
 from policies.observers import Iteration, Observer
 from policies.pools import DecodeInstance, PrefillInstance, Sent
@@ -128,25 +128,22 @@ class Recorder(Observer):
     def watch(self, schedulers: Sequence[Scheduler]) -> None:
         """From here on, look at each batch that these schedulers make. They share one queue."""
         first = schedulers[0]
+        name, note = name_and_note(type(first))
         self.settings = {
             "chunk": first.chunk,
             "max_batch": first.max_batch,
             "max_len": first.max_len,
-            "policy": policy_name(type(first)),
-            "note": policy_note(type(first)),
+            "policy": name,
+            "note": note,
             "micro_batches": len(schedulers),
             "pages": len(schedulers) * first.pages.total,
             "page_size": first.pages.page_size,
         }
         prefills = sum(isinstance(scheduler, PrefillInstance) for scheduler in schedulers)
         if prefills:
-            decodes = len(schedulers) - prefills
-            self.settings["note"] = POOLS_NOTE
-            self.settings["prefills"] = prefills
-            self.settings["instances"] = [
-                *instance_names("prefill", prefills),
-                *instance_names("decode", decodes),
-            ]
+            names = instance_names("prefill", prefills)
+            names += instance_names("decode", len(schedulers) - prefills)
+            self.settings |= {"note": POOLS_NOTE, "prefills": prefills, "instances": names}
         for scheduler in schedulers:
             scheduler.observers.append(self)
 
@@ -188,15 +185,13 @@ class Recorder(Observer):
         for request_id, _ in ended:
             del self.live[request_id]
             self._tables.pop(request_id, None)
-        budget = iteration.budget
-        if budget is not None:
-            budget = int(budget) if budget < math.inf else None
+        launch = iteration.launch
         record: Iterated = {
             "start": round(iteration.start, 6),
-            "launch": None if iteration.launch is None else round(iteration.launch, 6),
+            "launch": None if launch is None else round(launch, 6),
             "end": round(iteration.end, 6),
             "micro_batch": iteration.micro_batch,
-            "budget": budget,
+            "budget": iteration.budget,
             "chunks": [list(chunk[:3]) for chunk in iteration.chunks if not chunk.is_decode],
             "decodes": [chunk.request_id for chunk in iteration.chunks if chunk.is_decode],
             "preempted": list(iteration.preempted),
@@ -204,9 +199,7 @@ class Recorder(Observer):
             "waiting": iteration.waiting,
             "running": iteration.running,
             "free_pages": iteration.free_pages,
-            "pages": decision["pages"],
-            "queue": decision["queue"],
-            "why": decision["why"],
+            **decision,
         }
         self.records.append(record)
 
@@ -216,23 +209,23 @@ class Recorder(Observer):
         """Say when each batch was on the stages of one pipeline, once all iterations are added.
 
         `bubbles` are those of `stage_runs` with their kinds, from `bubble_kinds`."""
-        num_stages = 1 + max(run.stage for run in stage_runs)
         kinds = {(run.stage, run.start): kind for run, kind in bubbles}
+        num_stages = 1 + max(run.stage for run in stage_runs)
         runs: dict[int, list[StageRun]] = {}  # of each micro-batch, in order of time
         for run in stage_runs:
             runs.setdefault(run.micro_batch, []).append(run)
         for record in self.records:
             if "micro_batch" not in record:
                 continue
-            of_batch = runs[record["micro_batch"]][:num_stages]
-            del runs[record["micro_batch"]][:num_stages]
+            of_batch = runs[record["micro_batch"]]
             record["stages"] = []
-            for run in of_batch:
+            for run in of_batch[:num_stages]:
                 times = [run.start - record["start"], run.end - record["start"]]
+                stage = [round(time, 6) for time in times]
                 if run.bubble:
-                    times.append(run.bubble)
-                kind = [kinds[run.stage, run.start]] if run.bubble else []
-                record["stages"].append([*(round(time, 6) for time in times), *kind])
+                    stage += [round(run.bubble, 6), kinds[run.stage, run.start]]
+                record["stages"].append(stage)
+            del of_batch[:num_stages]
         self.settings["stages"] = num_stages
 
     def name_replicas(self, names: Sequence[str]) -> None:
@@ -248,7 +241,7 @@ class Recorder(Observer):
     def add_transfers(self, transfers: Sequence[Sent]) -> None:
         """Add those between two pools, once all iterations are added."""
         self._sort()
-        for sent in sorted(transfers, key=_start_of):
+        for sent in sorted(transfers, key=attrgetter("start")):
             transfer: TransferInfo = {
                 "id": sent.request_id,
                 "source": sent.source,
@@ -266,6 +259,16 @@ class Recorder(Observer):
         return {"settings": self.settings, "live": [describe_progress(r) for r in requests]}
 
 
+def name_and_note(policy: type[Scheduler]) -> tuple[str, str]:
+    """The name of a policy, and what it does in an iteration, in a few words. For a custom policy,
+    the name of the class and the first line of its docstring, without the marks of code."""
+    for name, card in CARDS.items():
+        if card.cls is policy:
+            return name, card.note
+    first_line = (policy.__doc__ or "").strip().partition("\n")[0]
+    return policy.__name__, first_line.replace("`", "")
+
+
 def instance_names(kind: str, count: int) -> list[str]:
     """The names of instances of one kind: "decode", or "decode 1", "decode 2" of several."""
     return [kind] if count == 1 else [f"{kind} {number}" for number in range(1, count + 1)]
@@ -279,11 +282,6 @@ def _place_in_time(record: Record) -> tuple[float, int]:
     if "preempted" in record:
         return record["start"], 1 if record["preempted"] else 2
     return 0.0, 0  # a page that is opened in the middle begins with a Snapshot
-
-
-def _start_of(sent: Sent) -> float:
-    """When a transfer began."""
-    return sent.start
 
 
 def describe(request: Request) -> RequestInfo:

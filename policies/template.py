@@ -6,13 +6,14 @@
 
 Override one of these methods, which scheduler.py explains:
 
-    admit()          take the next request off the queue and give it pages, or return None
+    admit()          take the next request off the queue and give it pages, or return None; it
+                     orders the queue only, as who has begun goes on first
     rank(request)    the running request of the highest rank is preempted when memory runs out
     token_budget()   how many tokens a batch may have
     schedule()       all of it: which chunks are computed next
 
-`self.waiting` is the queue. `self.running` are the requests that have pages. `self.clock()` is the
-time in seconds."""
+`self.waiting` is the queue. `self.running` are the requests that have pages: `self.prefilling()`
+and `self.decoding()`. `request.arrival` and `self.clock()` are times in seconds."""
 
 from scheduler import Request, SarathiServe
 

@@ -8,6 +8,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from bench import main
+from tests.firefox import FIREFOX, running
 from tests.pages import CHROMIUM, PYODIDE_FOLDER
 
 
@@ -21,6 +22,20 @@ def browser():
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def firefox(tmp_path_factory):
+    if FIREFOX is None:
+        pytest.skip("needs Firefox: Debian's firefox-esr is not installed")
+    with running(tmp_path_factory.mktemp("firefox")) as firefox:
+        yield firefox
+
+
+@pytest.fixture(params=["browser", pytest.param("firefox", marks=pytest.mark.slow)])
+def any_browser(request):
+    """Chromium, and among the slow tests Firefox."""
+    return request.getfixturevalue(request.param)
 
 
 class SiteHandler(SimpleHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""A tab of Firefox, with the methods of playwright's pages that the tests of the page need.
+"""Firefox, with the methods of playwright's browsers and pages that the tests of the page need.
 
 Playwright drives only a Firefox of its own. Any Firefox can be driven by WebDriver BiDi, JSON
 through a WebSocket: https://w3c.github.io/webdriver-bidi/."""
@@ -10,6 +10,7 @@ import subprocess
 import time
 from contextlib import contextmanager
 from itertools import count
+from types import SimpleNamespace
 
 FIREFOX = shutil.which("firefox") or shutil.which("firefox-esr")
 CONTROL = re.compile(r"WebDriver BiDi listening on (ws://\S+)")
@@ -17,13 +18,10 @@ KEYS = {"Enter": "\ue007", "ArrowLeft": "\ue012"}
 
 
 @contextmanager
-def running(folder, scheme):
-    """A Firefox with an empty profile in `folder`, in a color scheme: a Tab."""
+def running(folder):
+    """A Firefox with an empty profile in `folder`, which has a method `new_page`."""
     from websockets.sync.client import connect
 
-    preference = "layout.css.prefers-color-scheme.content-override"
-    number = ["dark", "light"].index(scheme)
-    (folder / "user.js").write_text(f'user_pref("{preference}", {number});\n')
     words = [FIREFOX, "--headless", "--no-remote", "--remote-debugging-port", "0"]
     process = subprocess.Popen(
         [*words, "--profile", str(folder)],
@@ -34,23 +32,22 @@ def running(folder, scheme):
     try:
         address = next(filter(None, map(CONTROL.search, process.stderr)))[1]
         with connect(f"{address}/session", max_size=None) as socket:
-            yield Tab(socket)
+            connection = Connection(socket)
+            yield SimpleNamespace(new_page=lambda **options: Tab(connection, **options))
     finally:
         process.kill()
         process.communicate()
 
 
-class Tab:
-    """A tab in a window of its own, which has the focus; and what it logged as `errors`."""
+class Connection:
+    """Sends commands; `log_error` is called with each error that a page logs."""
 
     def __init__(self, socket):
         self.socket = socket
         self.numbers = count()
-        self.errors = []
-        self.keyboard = Keyboard(self)
+        self.log_error = print
         self.command("session.new", capabilities={})
         self.command("session.subscribe", events=["log.entryAdded"])
-        self.id = self.command("browsingContext.create", type="window")["context"]
 
     def command(self, method, **params):
         """Send a command and wait for its result."""
@@ -58,19 +55,34 @@ class Tab:
         self.socket.send(json.dumps({"id": number, "method": method, "params": params}))
         while True:
             message = json.loads(self.socket.recv(timeout=60))
-            if message.get("method") == "log.entryAdded":
-                if message["params"]["level"] == "error":
-                    self.errors.append(message["params"]["text"])
-            elif message.get("id") == number:
+            if message.get("id") == number:
                 assert message["type"] == "success", message
                 return message["result"]
+            if message.get("method") == "log.entryAdded" and message["params"]["level"] == "error":
+                self.log_error(message["params"]["text"])
 
-    def set_viewport(self, width, height):
-        size = {"width": width, "height": height}
-        self.command("browsingContext.setViewport", context=self.id, viewport=size)
+
+class Tab:
+    """A tab in a window of its own, which has the focus. It is its own keyboard."""
+
+    def __init__(self, connection, viewport, **_):
+        self.connection = connection
+        self.keyboard = self
+        self.id = connection.command("browsingContext.create", type="window")["context"]
+        self.command("browsingContext.setViewport", viewport=viewport)
+
+    def command(self, method, **params):
+        return self.connection.command(method, context=self.id, **params)
+
+    def on(self, event, handle):
+        if event == "pageerror":  # which here are those of the console, too
+            self.connection.log_error = handle
 
     def goto(self, address):
-        self.command("browsingContext.navigate", context=self.id, url=address, wait="complete")
+        self.command("browsingContext.navigate", url=address, wait="complete")
+
+    def close(self):
+        self.command("browsingContext.close")
 
     def evaluate(self, expression, argument=None):
         """The value of a JavaScript expression, or of the function that it is, as JSON."""
@@ -80,7 +92,9 @@ class Tab:
             return JSON.stringify(await value ?? null);
         }})()"""
         target = {"context": self.id}
-        ended = self.command("script.evaluate", expression=code, target=target, awaitPromise=True)
+        ended = self.connection.command(
+            "script.evaluate", expression=code, target=target, awaitPromise=True
+        )
         assert ended["type"] == "success", ended["exceptionDetails"]["text"]
         return json.loads(ended["result"]["value"])
 
@@ -91,39 +105,25 @@ class Tab:
             assert time.monotonic() < end, expression
             time.sleep(0.02)
 
+    def on_element(self, selector, code):
+        return self.evaluate(f"document.querySelector({json.dumps(selector)}).{code}")
+
     def click(self, selector):
-        self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
+        self.on_element(selector, "click()")
 
     def text_content(self, selector):
-        return self.evaluate(f"document.querySelector({json.dumps(selector)}).textContent")
+        return self.on_element(selector, "textContent")
 
-    def is_hidden(self, selector):
-        return self.evaluate(f"!document.querySelector({json.dumps(selector)}).offsetParent")
+    def set_value(self, selector, text):
+        """Let a field have this text, as if it had been typed or chosen."""
+        self.on_element(selector, f"value = {json.dumps(text)}")
+        self.on_element(selector, "dispatchEvent(new Event('input', {bubbles: true}))")
 
-    def fill(self, selector, text):
-        """Let a field have this text, as if it had been typed."""
-        self.evaluate(
-            """([selector, text]) => {
-                const field = document.querySelector(selector);
-                field.value = text;
-                field.dispatchEvent(new Event("input", {bubbles: true}));
-            }""",
-            [selector, text],
-        )
-
-
-class Keyboard:
-    """Presses keys in a tab."""
-
-    def __init__(self, tab):
-        self.tab = tab
+    fill = select_option = set_value
 
     def press(self, key):
         """Press and release a key: a character, or one of KEYS."""
         value = KEYS.get(key, key)
         actions = [{"type": "keyDown", "value": value}, {"type": "keyUp", "value": value}]
-        self.tab.command(
-            "input.performActions",
-            context=self.tab.id,
-            actions=[{"type": "key", "id": "keyboard", "actions": actions}],
-        )
+        keyboard = {"type": "key", "id": "keyboard", "actions": actions}
+        self.command("input.performActions", actions=[keyboard])

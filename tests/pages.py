@@ -10,12 +10,16 @@ import pytest
 
 from cli.options import write_text
 from config import EngineConfig
+from exercises.loads import Load, LoadRequest
+from exercises.lockstep import one_second
+from exercises.report import record
 from lab.measure.metrics import find_stalls, summarize_run
 from lab.measure.workload import poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import simulate
 from page.html import page
 from page.records import Recorder
+from policies import find_policy
 from tests.forked import ROOT
 
 PYODIDE_FOLDER = Path(os.environ.get("PYODIDE", ROOT / "node_modules/pyodide"))
@@ -38,16 +42,16 @@ class Truth(Recorder):
         self.states = []
         self.waiting = []
 
-    def _decide(self, number, scheduler, next_batch):
-        batch = super()._decide(number, scheduler, next_batch)
+    def decided(self, scheduler, batch):
+        super().decided(scheduler, batch)
         if batch:
-            state = {
-                r.id: [r.num_computed, len(r.tokens) - r.prompt_len, list(r.pages)]
-                for r in scheduler.running
-            }
-            self.states.append(state)
+            self.states.append(
+                {
+                    r.id: [r.num_computed, len(r.tokens) - r.prompt_len, list(r.pages)]
+                    for r in scheduler.running
+                }
+            )
             self.waiting.append([r.id for r in scheduler.waiting])
-        return batch
 
 
 def a_load(count=40, qps=14.0, max_len=2048):
@@ -90,26 +94,24 @@ SOURCE_HAS_RUN = "!document.getElementById('runsource').disabled"
 
 @contextmanager
 def opened(
-    browser, address, width=1200, scheme="light", until=DRAWN, touch=False, skip_opening=True
+    browser, address, size=(1200, 800), until=DRAWN, skip_opening=True, route=None, **options
 ):
-    """The page at an address, drawn; nothing it logs is an error, and no file asks the network."""
-    context = browser.new_context(
-        viewport={"width": width, "height": 800},
-        color_scheme=scheme,
-        offline="file:" in address,
-        has_touch=touch,
-    )
-    tab = context.new_page()
+    """The page at an address, drawn; nothing it logs is an error, and no file asks the network.
+    `route` answers all that it asks for."""
+    viewport = dict(zip(("width", "height"), size, strict=True))
+    tab = browser.new_page(viewport=viewport, offline="file:" in address, **options)
     errors = []
     tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+    if route:
+        tab.route("**", route)
     tab.goto(address)
     tab.wait_for_function(until)
-    if skip_opening and tab.evaluate("is_opening()"):
+    if skip_opening and until == DRAWN:
         enter(tab)
     yield tab
-    assert not errors
-    context.close()
+    assert errors == []
+    tab.close()
 
 
 def enter(tab):
@@ -117,6 +119,22 @@ def enter(tab):
     tab.wait_for_function(DRAWN)
     tab.evaluate("close_opening()")
     tab.wait_for_function("$('position').textContent && !dirty")
+
+
+def texts(tab, selector):
+    """What all of these elements say."""
+    return tab.evaluate(f"[...document.querySelectorAll(`{selector}`)].map(e => e.innerText)")
+
+
+def shown_runs(tab):
+    """The names of the runs that are drawn."""
+    return tab.evaluate("panes.map(pane => pane.run.name)")
+
+
+def choose(tab, axis, label):
+    """Press the button of a label, and wait until a run that is drawn has it."""
+    tab.click(f"#choices button[data-axis='{axis}'][data-label='{label}']")
+    tab.wait_for_function(f"panes.some(pane => pane.run.name.includes('{label}')) && !dirty")
 
 
 def run_source(tab, source=None):
@@ -134,15 +152,12 @@ def seconds(text):
     return float(number) * {"ms": 1e-3, "s": 1.0}[unit]
 
 
-def write_runs(folder, runs):
-    """Write the page of these {name: Recorder}; its address."""
-    write_text(folder / "page.html", page("A test", "no machine", runs, slo_s=SLO_S))
-    return f"file://{folder}/page.html"
-
-
 @contextmanager
-def opened_runs(browser, folder, runs, **options):
-    with opened(browser, write_runs(folder, runs), **options) as tab:
+def opened_runs(browser, folder, runs, slo_s=SLO_S, **options):
+    """The page of these {name: Recorder}."""
+    file = folder / "page.html"
+    write_text(file, page("A test", "no machine", runs, slo_s=slo_s))
+    with opened(browser, f"file://{file}", **options) as tab:
         yield tab
 
 
@@ -165,32 +180,20 @@ def expected_metrics(run, recorder):
     }
 
 
+def recorded(policy, seconds=one_second, **load):
+    """A Recorder of these (arrival, prompt, output, and maybe shared) tokens under a policy."""
+    sizes = dict(chunk=256, max_batch=8, pages=64, page_size=64) | load
+    sizes["requests"] = tuple(LoadRequest(*request) for request in sizes["requests"])
+    return record(find_policy(policy), Load(**sizes), seconds)
+
+
 def a_stall(tokens=400, at=200):
-    """A Recorder of request 0 with gaps of 0.02 s, one of 0.2 s, in which 1 is prefilled whole."""
-    recorder = Recorder()
-    recorder.settings = dict(chunk=256, max_batch=4, max_len=2048, policy="vllm")
-    recorder.settings |= dict(pages=64, page_size=64, micro_batches=1)
-    like = dict(preempted=[], micro_batch=0, ended=[], free_pages=9, queue=[], waiting=0)
-    like |= dict(budget=None, running=1, why=None)
-    for i, (arrival, prompt) in enumerate(((0.0, 10), (0.5, 900), (900.0, 10))):
-        request = dict(id=i, arrival=arrival, prompt_len=prompt, max_new_tokens=tokens, priority=2)
-        recorder.records.append({"request": request})
-    batches = [dict(chunks=[[0, 0, 10]], decodes=[], pages=[[0, 0, 0]])]
-    batches += [dict(chunks=[], decodes=[0], pages=[]) for _ in range(tokens)]
-    batches.insert(at, dict(chunks=[[1, 0, 900]], decodes=[], pages=[[1, 0, 1]]))
-    time = 0.0
-    for number, batch in enumerate(batches):
-        end = time + (0.18 if number == at else 0.02)
-        recorder.records.append(like | batch | dict(start=time, launch=time, end=round(end, 6)))
-        time = round(end, 6)
-    recorder.records.append(
-        like
-        | dict(
-            chunks=[[2, 0, 10]], decodes=[], pages=[[2, 0, 2]], start=900.0, launch=900.0, end=901.0
-        )
-        | dict(ended=[[0, "length"], [1, "abort"]])
+    """A Recorder of request 0 with gaps of 0.02 s, and before its token `at` + 1 one of 0.2 s, in
+    which 1 is prefilled whole."""
+    requests = [(0.0, 10, tokens), (0.02 * at - 0.01, 900, 1), (900.0, 10, 1)]
+    return recorded(
+        "vllm", lambda batch: 0.18 if batch[0].length == 900 else 0.02, requests=requests
     )
-    return recorder
 
 
 PIXELS = """([x0, y0, x1, y1]) => {  // how many pixels of a part of the picture have which colour

@@ -15,28 +15,35 @@ from tests.exercise_solutions import IMPORTS, SOLUTIONS
 
 SLO_S = 0.07
 ARRIVALS = [Arrival(0.05 * i, 300 + 700 * (i % 3), 20 + i) for i in range(12)]
+LOAD = Load(ARRIVALS)
+TIGHT = Load(ARRIVALS, tokens=4096)
 SHARING = [[i % 2] * arrival.prompt_len for i, arrival in enumerate(ARRIVALS)]
 MINE = "from scheduler import Request, SarathiServe\n\n\nclass Mine(SarathiServe):\n"
 LOST = "    def admit(self):\n        return self.waiting.popleft() if self.waiting else None\n"
 
 
-def run(source, load=None, chunk="256"):
+def asked(source, load=LOAD, **more):
+    """A question: about a run, or about the exercise of a `number`."""
+    kind = "exercise" if "number" in more else "run"
+    question = dict(kind=kind, source=source, load=load.to_json(), chunk="256", slo_s=SLO_S)
+    return json.dumps(question | more)
+
+
+def run(source, load=LOAD):
     """The answer to a question about a run."""
-    load = load or Load(ARRIVALS)
-    question = dict(kind="run", source=source, load=load.to_json(), chunk=chunk, slo_s=SLO_S)
-    return json.loads(answer(json.dumps(question)))
+    return json.loads(answer(asked(source, load)))
 
 
 def check(number, source):
     """The answer to a question about an exercise."""
-    return json.loads(answer(json.dumps(dict(kind="exercise", number=number, source=source))))
+    return json.loads(answer(asked(source, number=number)))
 
 
 @pytest.mark.parametrize(
     "load",
     [
-        Load(ARRIVALS),
-        Load(ARRIVALS, tokens=4096),
+        LOAD,
+        TIGHT,
         Load(ARRIVALS, pp=2),
         Load(ARRIVALS, prompts=SHARING, letters=True),
     ],
@@ -52,9 +59,9 @@ def test_a_policy_from_the_page_has_the_run_of_explore(load):
     assert len(reply["records"]) > 2 * len(ARRIVALS)
 
 
-def test_a_policy_without_chunks_says_so():
-    reply = run("from scheduler import VLLM\nclass Whole(VLLM): pass\n")
-    assert reply["problem"] == "" and not reply["has_chunk"]
+def test_a_policy_without_chunks_says_so_and_what_it_prints_is_kept():
+    reply = run("from scheduler import VLLM\nclass Whole(VLLM): pass\nprint('here')\n")
+    assert (reply["problem"], reply["has_chunk"], reply["printed"]) == ("", False, "here\n")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +78,7 @@ def test_a_policy_without_chunks_says_so():
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(source, problem):
-    reply = run(source, Load(ARRIVALS, tokens=4096))
+    reply = run(source, TIGHT)
     assert problem in reply["problem"]
     assert "\n" not in reply["problem"] and "/tmp" not in reply["problem"]
     assert len(reply["problem"]) < 250
@@ -88,14 +95,9 @@ class Drops(SarathiServe):
 """
     reply = run(source)
     assert "'no decode dropped'" in reply["problem"] and "iteration" in reply["problem"]
-    kept = record_run("sarathi-serve", "256", Load(ARRIVALS), SLO_S).records
+    kept = record_run("sarathi-serve", "256", LOAD, SLO_S).records
     assert 0 < len(reply["records"]) < len(kept)
     assert reply["records"] == json.loads(json.dumps(kept[: len(reply["records"])]))
-
-
-def test_print_in_a_policy_is_kept():
-    source = MINE + "    def token_budget(self, d, p):\n        print(len(d))\n        return 256\n"
-    assert run(source)["printed"].split()[:1] == ["0"]
 
 
 @pytest.mark.parametrize("number", SOLUTIONS)
@@ -123,15 +125,12 @@ def test_the_bundle_is_enough_without_any_package(tmp_path):
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    run_question = dict(kind="run", source=MINE + "    pass\n", load=Load(ARRIVALS).to_json())
-    run_question |= dict(chunk="256", slo_s=SLO_S)
-    exercise = dict(kind="exercise", number=6, source=IMPORTS + SOLUTIONS[6])
+    questions = [asked(MINE + "    pass\n"), asked(IMPORTS + SOLUTIONS[6], number=6)]
     code = f"""
 import sys
 sys.path = [{str(tmp_path)!r}, *(path for path in sys.path if "site-packages" not in path)]
 from lab.explore.answer import answer
-run = answer({json.dumps(run_question)!r})
-exercise = answer({json.dumps(exercise)!r})
+run, exercise = map(answer, {questions!r})
 assert '"problem": ""' in run and '"solved": true' in exercise
 print(sorted({{"torch", "numpy", "tqdm"}} & set(sys.modules)))
 """

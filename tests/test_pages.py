@@ -1,16 +1,14 @@
 """Pages: who owns them, which are found again, and who is evicted first."""
 
 import sys
-from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.pages import CachedPages, make_pages
+from policies.pages import CachedPages
 from request import Request
-from tests.helpers import check_integrity, named
+from tests.helpers import check_integrity, named, owned
 
 
 def hashes_of(pages, tokens):
@@ -18,107 +16,85 @@ def hashes_of(pages, tokens):
     return pages.hashes(Request(0, list(tokens), len(tokens), 1))
 
 
-@dataclass(eq=False)
-class Table:
-    """A block table."""
-
-    tokens: list
-    pages: list
-    full: int  # how many of its pages are full and published
-
-
 class Model:
     """Pages of two tokens, and what must be true of them."""
 
     def __init__(self, total):
         self.pages = CachedPages(total, 2)
-        self.total = total
-        self.tables = []
+        self.requests = []  # which have a block table
         self.content = {}  # all tokens up to the end of a page -> the page that is found
-        self.left = []  # the found ones that nobody reads, the one left longest ago first
-
-    @property
-    def readers(self):
-        """page -> in how many block tables it is."""
-        return Counter(page for table in self.tables for page in table.pages)
+        self.left = []  # the found ones in no block table, the one left longest ago first
 
     def allocate(self, count, after=None):
         """Blank pages, and where these are not enough those left longest ago; side by side where
         that is possible."""
-        blank = set(range(self.total)).difference(self.content.values(), self.readers)
+        blank = set(range(self.pages.total)).difference(self.content.values(), owned(self.pages))
         evicted = self.left[: max(0, count - len(blank))]
-        allowed = blank.union(evicted)
-        runs = "".join(".x"[page in allowed] for page in range(self.total)).split(".")
+        free = blank.union(evicted)
         pages = self.pages.allocate(count, after)
-        assert len(set(pages)) == count
-        assert allowed.issuperset(pages)
+        assert len(set(pages)) == count and free.issuperset(pages)
         if after is not None:
-            assert pages == [after + 1] or after + 1 not in allowed
-        else:
-            in_a_row = list(range(pages[0], pages[0] + count))
-            assert pages == in_a_row or count > max(map(len, runs))
+            assert pages == [after + 1] or after + 1 not in free
+        elif any(free.issuperset(range(first, first + count)) for first in free):
+            assert pages == [*range(pages[0], pages[0] + count)]
         self.content = {key: page for key, page in self.content.items() if page not in evicted}
         self.left = self.left[len(evicted) :]
         return pages
 
     def admit(self, tokens):
-        """A new block table, if there is memory."""
+        """A new request, if there is memory."""
         found = []
         for end in range(2, len(tokens), 2):  # at least one token is left
             if tuple(tokens[:end]) not in self.content:
                 break
             found.append(self.content[tuple(tokens[:end])])
-        hashes = hashes_of(self.pages, tokens)
-        assert len(hashes) == len(tokens) // 2
-        assert self.pages.match_prefix(hashes[: (len(tokens) - 1) // 2]) == found
+        request = Request(0, tokens, len(tokens), 9)
+        assert self.pages.find(request) == found
         count = self.pages.needed(len(tokens)) - len(found)
-        unread = set(found).difference(self.readers)
+        unread = set(found).difference(owned(self.pages))
         assert self.pages.count_free(found) == len(unread)
         if count + len(unread) > self.pages.num_free:
             assert self.pages.allocate(self.pages.num_free + 1) is None
             return
         self.pages.take(found)
         self.left = [page for page in self.left if page not in found]
-        table = Table(tokens, found, full=len(found))
-        self.tables.append(table)
-        table.pages = found + self.allocate(count)
+        request.pages = found + self.allocate(count)
+        request.num_computed = 2 * len(found)
+        self.requests.append(request)
 
-    def compute(self, table, count):
+    def compute(self, request, count):
         """Some more of its pages are full."""
-        end = min(table.full + count, len(table.tokens) // 2)
-        hashes = hashes_of(self.pages, table.tokens)
-        self.pages.publish(table.pages[table.full : end], hashes[table.full : end])
-        for i in range(table.full, end):
-            self.content.setdefault(tuple(table.tokens[: 2 * i + 2]), table.pages[i])
-        table.full = end
+        start = request.num_computed
+        request.num_computed = min(start + 2 * count, len(request.tokens) // 2 * 2)
+        self.pages.keep(request, start)
+        for end in range(start + 2, request.num_computed + 1, 2):
+            self.content.setdefault(tuple(request.tokens[:end]), request.pages[end // 2 - 1])
 
-    def grow(self, table, token):
+    def grow(self, request, token):
         """One token more, and a page for it where there is none."""
-        if len(table.tokens) == 2 * len(table.pages):
+        if len(request.tokens) == 2 * len(request.pages):
             if not self.pages.num_free:
-                assert self.pages.allocate(1, after=table.pages[-1]) is None
+                assert self.pages.allocate(1, after=request.pages[-1]) is None
                 return
-            table.pages += self.allocate(1, after=table.pages[-1])
-        table.tokens = [*table.tokens, token]
+            request.pages += self.allocate(1, after=request.pages[-1])
+        request.tokens.append(token)
 
-    def free(self, table):
-        """A block table is given back."""
-        self.pages.free(table.pages)
-        self.tables.remove(table)
-        found = set(self.content.values()).difference(self.readers)
-        self.left += [page for page in reversed(table.pages) if page in found]
+    def free(self, request):
+        """Its block table is given back."""
+        self.pages.free(request.pages)
+        self.requests.remove(request)
+        found = set(self.content.values()).difference(owned(self.pages))
+        self.left += [page for page in reversed(request.pages) if page in found]
 
     def check(self):
         """What must hold between any two actions."""
-        pages = self.pages
-        check_integrity(pages, [table.pages for table in self.tables])
-        assert pages.num_free == self.total - len(self.readers)
-        assert named(pages) == set(self.content.values())
+        check_integrity(self.pages, [request.pages for request in self.requests])
+        assert named(self.pages) == set(self.content.values())
         for tokens, page in self.content.items():  # whoever began so, and ended or not
-            assert pages.match_prefix(hashes_of(pages, tokens)[-1:]) == [page]
-        for page in set(range(self.total)).difference(self.readers):
+            assert self.pages.match_prefix(hashes_of(self.pages, tokens)[-1:]) == [page]
+        for page in set(range(self.pages.total)).difference(owned(self.pages)):
             with pytest.raises(RuntimeError, match=f"page {page} was freed but is not owned"):
-                pages.free([page])
+                self.pages.free([page])
 
 
 @settings(deadline=None)
@@ -126,18 +102,19 @@ class Model:
 def test_pages_are_found_shared_and_given_away_as_they_promise(data, total):
     model = Model(total)
     token = st.integers(0, 1)
+    tokens = st.lists(token, min_size=1, max_size=8)
     actions = [model.admit, model.compute, model.admit, model.compute, model.grow, model.free]
+    arguments = {model.compute: [st.integers(1, 4)], model.grow: [token], model.free: []}
     for _ in range(data.draw(st.integers(0, 40))):
         action = data.draw(st.sampled_from(actions))
-        if action == model.admit or not model.tables:
-            model.admit(data.draw(st.lists(token, min_size=1, max_size=8)))
+        if action == model.admit or not model.requests:
+            model.admit(data.draw(tokens))
         else:
-            table = data.draw(st.sampled_from(model.tables))
-            arguments = {model.compute: [st.integers(1, 4)], model.grow: [token], model.free: []}
-            action(table, *map(data.draw, arguments[action]))
+            request = data.draw(st.sampled_from(model.requests))
+            action(request, *map(data.draw, arguments[action]))
         model.check()
-    for table in list(model.tables):
-        model.free(table)
+    for request in list(model.requests):
+        model.free(request)
     model.check()
     assert model.allocate(total) == list(range(total))  # all runs have joined
     assert named(model.pages) == set()
@@ -153,27 +130,6 @@ def test_a_page_hash_stands_for_all_tokens_up_to_its_end():
     assert pages.hashes(growing) == hashes_of(pages, [1, 2])
     growing.tokens += [4, 5, 6, 7]  # goes on where it was
     assert pages.hashes(growing) == hashes_of(pages, (1, 2, 3, 4, 5, 6))
-
-
-def test_the_least_recently_used_page_goes_first_from_the_end():
-    pages = CachedPages(5, 1)
-    old = pages.allocate(3)
-    new = pages.allocate(2)
-    for table, tokens in ((old, [1, 2, 3]), (new, [4, 5])):
-        pages.publish(table, hashes_of(pages, tokens))
-        pages.free(table)
-    pages.take(old[:1])
-    pages.free(old[:1])  # left later than all others
-    evicted = [pages.allocate(1) for _ in range(5)]
-    assert evicted == [old[2:], old[1:2], new[1:], new[:1], old[:1]]
-
-
-def test_a_request_grows_into_the_next_page_even_if_that_is_the_last():
-    pages = make_pages(4, 2)
-    assert pages.allocate(3) == [0, 1, 2]
-    pages.free([0])
-    assert pages.allocate(1, after=2) == [3]
-    assert pages.allocate(1, after=3) == [0]
 
 
 def interrupted_at_line(place, function, *arguments):

@@ -12,7 +12,6 @@ import shutil
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 from tqdm import tqdm
@@ -83,15 +82,6 @@ LONG_PROMPT = 16_000  # tokens
 LONG_MAX_LEN = 16_384
 SHORT_QPS = 8.0  # requests of SHORT around the long one
 SHORT = (200, 60)  # tokens of prompt and output
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A policy with a chunk size, as the page's buttons name them."""
-
-    policy: str
-    name: str  # of the policy, for find_policy
-    chunk: str
 
 
 def site_folder(text: str) -> str:
@@ -171,12 +161,7 @@ def main(options: ExploreOptions) -> None:
         for short_name, name in short_names([*options.policies, *POLICIES]).items()
     }
     remedies = {name: name for name in REMEDIES if name not in policies}
-    runs = [
-        *product(servers(policies), loads),
-        *product(servers(remedies), [LONG_AMONG_SHORT]),
-        (Choice(POOLS_NAME, POOLS_NAME, NO_CHUNK), TWO_GPUS),
-    ]
-    recorders = simulate_all(runs, loads, slo_s)
+    recorders = simulate_all(policies, remedies, loads, slo_s)
     files, editor_info = write_beside(options, recorders, loads)
     text = page(
         "How an LLM server schedules its work",
@@ -207,17 +192,25 @@ def main(options: ExploreOptions) -> None:
 
 
 def simulate_all(
-    runs: Sequence[tuple[Choice, str]], loads: dict[str, Load], slo_s: float
+    policies: dict[str, str], remedies: dict[str, str], loads: dict[str, Load], slo_s: float
 ) -> dict[str, dict[str, Recorder]]:
-    """{load: {run: Recorder}} of these policies under these loads, as the page names them."""
+    """{load: {run: Recorder}}, as the page names them, of {what it calls a policy: its name}.
+
+    A policy has a run of each chunk size that it goes by, under each load, a remedy only under
+    LONG_AMONG_SHORT, and POOLS under TWO_GPUS."""
     recorders: dict[str, dict[str, Recorder]] = {load_name: {} for load_name in loads}
-    for choice, load_name in tqdm(runs, "runs", leave=False, disable=None):
-        run_name = " | ".join([choice.policy, choice.chunk, load_name])
-        if choice.name == POOLS_NAME:
-            recorder = record_pools(loads[load_name])
-        else:
-            recorder = record_run(choice.name, choice.chunk, loads[load_name], slo_s)
-        recorders[load_name][run_name] = recorder
+    runs = [
+        (load_name, short_name, name, chunk)
+        for load_name in loads
+        for short_name, name in (policies | remedies).items()
+        for chunk in (CHUNKS if goes_by_chunk(name) else (NO_CHUNK,))
+        if short_name in policies or load_name == LONG_AMONG_SHORT
+    ]
+    for load_name, short_name, name, chunk in tqdm(runs, "runs", leave=False, disable=None):
+        run = record_run(name, chunk, loads[load_name], slo_s)
+        recorders[load_name][" | ".join([short_name, chunk, load_name])] = run
+    pools = " | ".join([POOLS_NAME, NO_CHUNK, TWO_GPUS])
+    recorders[TWO_GPUS][pools] = record_pools(loads[TWO_GPUS])
     return recorders
 
 
@@ -269,17 +262,6 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
         name if short.count(short_name) > 1 else short_name: name
         for name, short_name in zip(names, short, strict=True)
     }
-
-
-def servers(policies: dict[str, str]) -> list[Choice]:
-    """Each policy with each chunk size, if it has one."""
-    choices = []
-    for short_name, name in policies.items():
-        if goes_by_chunk(name):
-            choices += [Choice(short_name, name, chunk) for chunk in CHUNKS]
-        else:
-            choices.append(Choice(short_name, name, NO_CHUNK))
-    return choices
 
 
 def make_loads(cost: CostModel, requests: int) -> dict[str, Load]:

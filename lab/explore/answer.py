@@ -10,7 +10,7 @@ import ast
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
 from typing import TypedDict
@@ -117,10 +117,10 @@ def run_policy(question: RunQuestion, file: Path) -> RunAnswer:
             load = Load.from_json(question["load"])
             record_run(name, question["chunk"], load, question["slo_s"], recorder)
     except PolicyError as error:
-        if recorder.referee is None:
-            reply["problem"] = describe_error(error)
-        else:
+        if recorder.referee is not None:
             reply["problem"] = describe_violation(recorder.referee.violation_of(error))
+        else:
+            reply["problem"] = f"{error.place}: {error}" if error.place else str(error)
     reply["settings"] = recorder.settings
     reply["records"] = recorder.records
     return reply
@@ -133,25 +133,10 @@ def last_policy(file: Path) -> str:
     module = ast.parse(file.read_text("utf-8"), str(file))
     classes = [node.name for node in module.body if isinstance(node, ast.ClassDef)]
     for class_name in reversed(classes):
-        name = f"{file}:{class_name}"
-        if is_policy(name):
-            return name
+        with suppress(MissingPolicyError):
+            load_policy(str(file), class_name)
+            return f"{file}:{class_name}"
     raise PolicyError(f"{FILE}: no policy in it: begin with `class Mine(SarathiServe):`")
-
-
-def is_policy(name: str) -> bool:
-    """Whether a class is a Scheduler. What its file raises passes through."""
-    file, _, class_name = name.rpartition(":")
-    try:
-        load_policy(file, class_name)
-    except MissingPolicyError:
-        return False
-    return True
-
-
-def describe_error(error: PolicyError) -> str:
-    """Why a policy could not go on, in one line that begins with the place."""
-    return f"{error.place}: {error}" if error.place else str(error)
 
 
 def describe_violation(violation: Violation) -> str:

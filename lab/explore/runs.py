@@ -35,15 +35,8 @@ class Load:
 
     def to_json(self) -> dict[str, Any]:
         """All fields, for `from_json`. Only times and lengths of the arrivals are kept."""
-        return {
-            "arrivals": [[a.time, a.prompt_len, a.output_len] for a in self.arrivals],
-            "tokens": self.tokens,
-            "max_len": self.max_len,
-            "pp": self.pp,
-            "replicas": self.replicas,
-            "prompts": self.prompts,
-            "letters": self.letters,
-        }
+        arrivals = [[a.time, a.prompt_len, a.output_len] for a in self.arrivals]
+        return {**vars(self), "arrivals": arrivals}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:

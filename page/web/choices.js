@@ -49,9 +49,9 @@ async function unpack({data: base64, file}) {
   }
 }
 const parts_of = name => data.choices ? name.split(" | ") : [name];
-/** The run of a policy at what is chosen besides, or undefined. */
-function entry_of(policy) {
-  const wanted = axes.slice(1).map(([axis]) => chosen[axis]);
+/** The run of a policy at what is chosen besides, or at other labels; undefined without one. */
+function entry_of(policy, labels = chosen) {
+  const wanted = axes.slice(1).map(([axis]) => labels[axis]);
   return data.runs.find(({name}) => {
     const [run_policy, ...parts] = parts_of(name);
     const matches = parts.every((part, i) => part === NOT_CHOSEN || part === wanted[i]);
@@ -99,7 +99,7 @@ async function choose(wanted = {}) {
   const [policy_axis, policies] = axes[0];
   if (!can_run(chosen[policy_axis])) {  // this policy has no run of this load
     if (wanted[policy_axis]) choose_parts_of(chosen[policy_axis]);
-    else chosen[policy_axis] = policies.find(entry_of);
+    else chosen[policy_axis] = policies.find(policy => entry_of(policy));
   }
   await add_missing_runs();
   if (!entry_of(chosen.beside)) chosen.beside = NOBODY;
@@ -171,7 +171,7 @@ let table_calls = 0;
 /** Write a row for each policy at what is chosen besides, one after another: each takes a while. */
 async function show_table() {
   const call = ++table_calls, shown = panes.map(pane => pane.run.name);
-  const entries = axes[0][1].map(entry_of).filter(Boolean);
+  const entries = axes[0][1].map(policy => entry_of(policy)).filter(Boolean);
   $("policies").hidden = entries.length < 2;
   if (entries.length < 2) return;
   const besides = axes.slice(1).map(([axis]) => `${axis} ${chosen[axis]}`).join(", ");
@@ -183,27 +183,38 @@ async function show_table() {
     if (call !== table_calls) return;
     rows.push(table_row(run, shown.includes(entry.name)));
   }
+  const heads = COLUMNS.map(([, head]) => `<th>${head}`).join("");
+  $("policytable").tHead.innerHTML = `<tr><th>policy${heads}<th class="note">in an iteration`;
   $("policytable").tBodies[0].replaceChildren(...rows);
 }
+/** The columns of numbers: [key of Run.metrics, head, how a number is written, whether it is bad]. */
+const is_over = seconds => seconds > SLO;
+const COLUMNS = [
+  ["ttft_p50", "TTFT P50", format_seconds],
+  ["ttft_p90", "TTFT P90", format_seconds],
+  ["tbt_p99", "TBT P99", format_seconds, is_over],
+  ["longest", "longest gap", format_seconds, is_over],
+  ["stalls", "stalls", format_count, Boolean],
+  ["tokens_per_s", "tokens/s", n => format_count(Math.round(n))],
+  ["cache", "KV cache in use", share => `${(100 * share).toFixed(0)} %`],
+];
 function table_row(run, is_shown) {
-  const {ttft_p50, ttft_p90, tbt_p99, longest, stalls, tokens_per_s, cache} = run.metrics();
-  const row = document.createElement("tr"), [policy] = parts_of(run.name);
-  const over = seconds => seconds > SLO ? ` class="over"` : "";
+  const metrics = run.metrics(), [policy] = parts_of(run.name);
+  const row = document.createElement("tr"), button = document.createElement("button");
   row.className = is_shown ? "shown" : "";
-  row.innerHTML = `<td><button></button></td>
-    <td data-k="ttft_p50">${format_seconds(ttft_p50)}</td>
-    <td data-k="ttft_p90">${format_seconds(ttft_p90)}</td>
-    <td data-k="tbt_p99"${over(tbt_p99)}>${format_seconds(tbt_p99)}</td>
-    <td data-k="longest"${over(longest)}>${format_seconds(longest)}</td>
-    <td data-k="stalls"${stalls ? ` class="over"` : ""}>${format_count(stalls)}</td>
-    <td data-k="tokens_per_s">${format_count(Math.round(tokens_per_s))}</td>
-    <td data-k="cache">${(100 * cache).toFixed(0)} %</td>
-    <td class="soft note"></td>`;
-  const button = row.querySelector("button");
+  row.insertCell().append(button);
+  for (const [key, , format, is_bad] of COLUMNS) {
+    const cell = row.insertCell();
+    cell.dataset.k = key;
+    cell.className = is_bad?.(metrics[key]) ? "over" : "";
+    cell.textContent = format(metrics[key]);
+  }
+  const note = row.insertCell();
+  note.className = "soft note";
+  note.textContent = run.settings.note ?? "";
   button.textContent = (is_shown ? "● " : "") + title_of(run);
   button.setAttribute("aria-current", String(is_shown));
   button.onclick = () => choose({[axes[0][0]]: policy});
-  row.lastElementChild.textContent = run.settings.note ?? "";
   return row;
 }
 

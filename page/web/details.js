@@ -12,9 +12,9 @@ function write_html(box, html) {
   (button ?? box).focus({preventScroll: true});
 }
 function fill_table(table, rows) {  // the first row is the head
-  const row_html = (cells, tag) =>
-    `<tr>${cells.map(cell => `<${tag}>${cell}</${tag}>`).join("")}</tr>`;
-  write_html(table, rows.map((cells, i) => row_html(cells, i ? "td" : "th")).join(""));
+  const cell_html = (cell, is_head) => is_head && cell ? `<th>${cell}</th>` : `<td>${cell}</td>`;
+  const row_html = (cells, i) => `<tr>${cells.map(cell => cell_html(cell, i === 0)).join("")}</tr>`;
+  write_html(table, rows.map(row_html).join(""));
 }
 const key_html = id => `<span class="key" style="background:${color_of(id)}"></span>`;
 function request_html(run, id, text = "") {

@@ -11,6 +11,7 @@ const own_sources = new Map();  // a policy that was written here, as the page n
 let bundle = null;  // see lab/explore/bundle.py, once it is loaded
 let worker = null;  // in which Python runs, once it is loaded
 let stop_waiting = null;  // ends the wait for the worker, with a reason
+let telling_load = "";  // at which the policy that was run last changes something, or the chosen one
 
 // ---- Python -------------------------------------------------------------------------------------
 
@@ -89,11 +90,11 @@ async function ask(question) {
 
 // ---- A policy of one's own ----------------------------------------------------------------------
 
-/** Run a source at the chosen load and chunk size, and add its run to those of the page.
+/** Run a source at a load and the chosen chunk size, and add its run to those of the page.
  * @returns the policy's name in the page; null if it made no batch */
-async function add_own_run(source) {
+async function add_own_run(source, load_name = chosen.load) {
   if (!worker) await load_python();
-  const {chunk, load: load_name} = chosen;
+  const {chunk} = chosen;
   const reply = await ask({
     kind: "run", source, chunk, load: bundle.loads[load_name], slo_s: data.slo_s,
   });
@@ -124,32 +125,53 @@ async function add_missing_runs() {
   }
 }
 async function run_source() {
-  const policy = await add_own_run($("source").value);
+  const source = $("source").value, policy = await add_own_run(source);
   if (!policy) return;
   const holds = !$("result").classList.contains("problem");
   await choose(chosen[axes[0][0]] === policy ? {} : {beside: policy});
+  telling_load = chosen.load;
   $("seerun").hidden = false;
-  if (!holds) return;  // the run ends where it failed
-  const base = entry_of(BASE);
-  if (base) $("result").append(` ${compare_with_base(await load(entry_of(policy)), await load(base))}`);
+  if (holds) await say_change(policy, source);  // or else the run ends where it failed
 }
-/** What changed against BASE at this load, in a sentence. */
-function compare_with_base(run, base) {
-  const at_load = `At load ${chosen.load}, against ${title_of(base)}:`;
+/** Say what changes against BASE at the chosen load, or else at the first of LOADS_THAT_TELL where
+ * anything does. */
+async function say_change(policy, source) {
+  const line = $("result").textContent, alike = [];  // loads at which nothing changes
+  const say = text => {
+    const same = alike.length ? ` At load ${alike.join(", at ")} it changes nothing.` : "";
+    say_result(line + same + text);
+  };
+  for (const load_name of new Set([chosen.load, ...LOADS_THAT_TELL])) {
+    const wanted = {...chosen, load: load_name};
+    try {
+      if (!entry_of(policy, wanted) && !await add_own_run(source, load_name)) return;
+      const [run, base] = [await load(entry_of(policy, wanted)), await load(entry_of(BASE, wanted))];
+      const change = explain_change(run, base);
+      if (change) {
+        telling_load = load_name;
+        return say(` At load ${load_name}, against ${title_of(base)}: ${change}.`);
+      }
+    } catch (error) {
+      return say(` At load ${load_name}: ${error.message}.`);
+    }
+    alike.push(load_name);
+  }
+  say("");
+}
+/** What differs between a run and one of BASE, in a sentence; "" if nothing does. */
+function explain_change(run, base) {
   const earlier = [...run.requests.keys()].map(id => (base.ttft_of(id) ?? 0) - (run.ttft_of(id) ?? 0));
   const most = index_of_largest(earlier, Math.abs);
   const [stalls, base_stalls] = [run, base].map(({stalls}) => stalls.length);
   const [gap, base_gap] = [run, base].map(run => run.metrics().longest);
-  if (most === null && stalls === base_stalls && gap === base_gap)
-    return `${at_load} it changes nothing. Try ${LOADS_THAT_TELL.join(" or ")}.`;
+  if (most === null && stalls === base_stalls && gap === base_gap) return "";
   const direction = earlier[most] > 0 ? "earlier" : "later";
-  const parts = [
+  return [
     most === null ? "no first token comes at another time" : `request ${name_of(run, most)} has ` +
       `its first token ${format_seconds(Math.abs(earlier[most]))} ${direction}`,
     `the longest gap is ${format_seconds(gap)} (${format_seconds(base_gap)})`,
     stalls ? `${counted(stalls, "stall")} (${base_stalls})` : "nobody stalls",
-  ];
-  return `${at_load} ${parts.join("; ")}.`;
+  ].join("; ");
 }
 
 // ---- Exercises ----------------------------------------------------------------------------------
@@ -345,7 +367,10 @@ function start_editor() {
   $("source").onscroll = () => { $("linenumbers").scrollTop = $("source").scrollTop; };
   $("runsource").onclick = run_or_check;
   $("stoprun").onclick = () => stop_waiting?.(STOPPED);
-  $("seerun").onclick = () => panes[0].box.scrollIntoView({block: "start"});
+  $("seerun").onclick = async () => {
+    await choose({load: telling_load});
+    panes[0].box.scrollIntoView({block: "start"});
+  };
   open_source(stored_source());
   add_jump();
 }

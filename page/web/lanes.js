@@ -7,7 +7,7 @@ const LANES_HEIGHT = 300, MAX_LANE_HEIGHT = 24;  // of a run alone; two share th
 const OPENING_LANE_HEIGHT = 54, NARROW_OPENING_LANE_HEIGHT = 30;
 const MAX_LANES = 60;  // with a request each
 const MANY_GAPS = 100;  // of a request, too many to be merged in every frame
-const TICK_WIDTH = 3;  // pixels that a gap must have to be drawn by itself
+const TICK_WIDTH = 3;  // pixels that a gap must have to be set off from the next
 
 const is_narrow = () => innerWidth < 600;
 
@@ -141,7 +141,7 @@ class Lanes {
     for (const [from, to] of this.merged(chunks)) this.fill(pen, from, to, y, height, 0.7);
     const stalls = seen_gaps.filter(([, , longest]) => longest > SLO);
     pen.fillStyle = palette.stall;
-    for (const [from, to] of stalls) this.fill_stall(pen, from, to, y, height);
+    for (const [from, to] of stalls) this.fill_pixels(pen, from, to, y, height, 2);
     if (stalls.length) {  // the chunks of a request that was preempted lie in its gap
       const first_token = gaps[0][0];
       pen.fillStyle = palette.prefill;
@@ -184,42 +184,27 @@ class Lanes {
     const width = right - left;
     pen.fillRect(left, y, Math.max(width > TICK_WIDTH ? width - 1 : width, min_width), height);
   }
-  /** Fill whole pixels, two at least: half-covered ones would be pale, and not be seen. */
-  fill_stall(pen, from, to, y, height) {
+  /** Fill whole pixels, `least` of them: half-covered ones would be pale, and not be seen. */
+  fill_pixels(pen, from, to, y, height, least) {
     const left = Math.floor(Math.max(this.x(from), LEFT - 2));
     const right = Math.floor(Math.min(this.x(to), LEFT + this.width + 2));
     const width = right - left;
-    pen.fillRect(left, y, width > TICK_WIDTH ? width - 1 : Math.max(width, 2), height);
+    pen.fillRect(left, y, width > TICK_WIDTH ? width - 1 : Math.max(width, least), height);
   }
-  /** A tick for each token, at the end of its gap, where a gap has TICK_WIDTH; narrower ones of the
-   * same colour are drawn together. */
+  /** A tick for each token, at the end of its gap, where a gap has room for it. */
   draw_gaps(pen, gaps, y, height) {
-    let left = null;  // of the narrow ones that are to be drawn, up to `drawn_to`
-    let color = null, drawn_to = null;
-    const draw_narrow = () => {
-      if (left === null) return;
-      pen.fillStyle = color;
-      pen.fillRect(left, y, Math.max(drawn_to - left, 1), height);
-      left = null;
-    };
     for (const [from, to, longest] of gaps) {
       const start = this.x(from), end = this.x(to), width = end - start;
-      const next_color = palette.gap(longest);
-      if (width > TICK_WIDTH || next_color !== color) draw_narrow();
-      color = next_color;
+      pen.fillStyle = palette.gap(longest);
       if (width <= TICK_WIDTH) {
-        left ??= start;
-        drawn_to = end;
+        this.fill_pixels(pen, from, to, y, height, 1);
         continue;
       }
-      pen.fillStyle = color;
       pen.fillRect(start, y, width - 1, height);
-      if (width >= 2 * TICK_WIDTH && height > 5) {
-        pen.fillStyle = palette.ink;
-        pen.fillRect(Math.round(end) - 1, y, 1, height);
-      }
+      if (width < 2 * TICK_WIDTH || height <= 5) continue;
+      pen.fillStyle = palette.ink;
+      pen.fillRect(Math.round(end) - 1, y, 1, height);
     }
-    draw_narrow();
   }
   draw_lane_labels(pen) {
     pen.fillStyle = palette.soft;
@@ -267,7 +252,8 @@ class Lanes {
     pen.lineWidth = 3;
     for (const name of named_bands) {
       const [top, bottom] = this.band(name);
-      pen.strokeRect(2, top + 1.5, LEFT + this.width + 2, bottom - top);
+      const y = Math.max(1.5, top - 1.5);  // around labels
+      pen.strokeRect(1.5, y, LEFT + this.width + RIGHT - 3, bottom + 1.5 - y);
     }
   }
   /** Outline the iteration; a fill would look like a request that waits. */
