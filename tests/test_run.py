@@ -43,6 +43,7 @@ from sampling import SamplingParams
 from tests.helpers import alone, tiny_model
 
 MODEL = tiny_model()
+RUNNER = SimpleNamespace(cache=SimpleNamespace(data=torch.zeros(1)))
 SMALL = EngineConfig(chunk=8, max_batch=4, max_len=32, page_size=4, pages=16)
 TIMES = [(0, 9, 5), (0.1, 20, 12), (0.1, 3, 1), (0.35, 14, 8), (4.0, 6, 6), (4.001, 2, 20)]
 ARRIVALS = [Arrival(*times) for times in TIMES]
@@ -106,7 +107,7 @@ def test_the_rate_of_chats_is_that_at_which_they_are_offered():
         Completion(i, [1], time, scheduled=time + 12 + i / 10) for i, time in enumerate(came)
     ]
     for offered, grew in ((None, False), (0.05, False), (5.0, True)):
-        queue = judge(Run(completions, [], 200.0, None, offered_per_s=offered), 1.0).summary.queue
+        queue = judge(Run(completions, [], 200.0, None, offered_per_s=offered), 1.0).queue
         assert queue.arrived_per_s == (offered or 19 / 240) and queue.grew == grew
 
 
@@ -186,7 +187,7 @@ def test_a_full_queue_refuses_and_the_slo_is_not_met():
     ended = [(c.request_id, len(c.prompt), c.priority) for c in run.completions]
     assert ended == [(i, 8, 3) for i in range(8)]
     judged = judge(run, 1000.0)
-    assert not judged.met and run.refused == judged.summary.aborted == 5
+    assert not judged.met and run.refused == judged.aborted == 5
 
 
 @pytest.mark.slow
@@ -256,7 +257,7 @@ def test_a_chat_ends_with_a_turn_that_was_refused():
     run = serve_small(arrivals=load, max_batch=1, max_waiting=1, tick=0.5)
     ended = [(c.request_id, c.finish_reason) for c in run.completions]
     assert ended == [(0, "length"), (1, "abort"), (2, "abort"), (3, "length")]
-    summary = judge(run, 1000.0).summary
+    summary = judge(run, 1000.0)
     assert (summary.requests, summary.aborted, run.refused) == (4, 2, 2)
 
 
@@ -349,10 +350,10 @@ def test_what_is_made_of_a_base():
 
 @pytest.mark.parametrize("max_len, context", [(512, 256), (9000, 4096), (2048, 1024), (1, 1)])
 def test_the_base_is_a_decode_of_32_at_half_the_longest_context(max_len, context, monkeypatch):
-    def timed(runner, cases, **_):
+    def timed(runner, cases, *_):
         return [Profiled(*case, 0.064) for case in cases]
 
-    monkeypatch.setattr(capacity, "runner_for", lambda model: lambda *_: None)
+    monkeypatch.setattr(capacity, "runner_for", lambda model: lambda *_: RUNNER)
     monkeypatch.setattr(slo, "time_iterations", timed)
     base, _ = measure_base(MODEL, 128, max_len)
     assert base == Base(0.064, 0.064 / min(128, max_len), 32, context)

@@ -2,19 +2,21 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 
 import bench
+from cli.options import plain
 from lab.commands import serve as serving
 from lab.commands import serve_options
 from lab.commands.serve import RealMachine, make_workload
 from lab.commands.serve_report import conclude, print_capacities, search_json
 from lab.measure import capacity, load_run, machine, metrics, run_loop
 from lab.measure import timing as measure
-from lab.measure.capacity import Base, Trial, summarize_search
+from lab.measure.capacity import Base, Trial, judge, summarize_search
 from lab.measure.machine_info import RealMachineInfo
-from lab.measure.metrics import summarize_run
+from lab.measure.run_loop import Run
 from lab.measure.timing import TOO_BUSY
 from lab.measure.workload import Arrival, poisson, sample_lengths
 from lab.pictures import timelines
@@ -146,8 +148,10 @@ def test_capacity_prints_and_writes_everything(tmp_path, capsys, plots, monkeypa
         assert f"{name}: 8.000 requests/s, P50 TTFT" in text
     assert rows_of(text) == [("at least 400.00", "1.00x"), ("at least 400.00", "-")]
     assert "as asked for" in text and report["conclusion"] in text
-    expected = (report["results"], report["machine"], str(tmp_path / "c.png"), 50.0)
-    assert plots == [("plot_capacity", expected, {})]
+    ((name, (results, *rest), more),) = plots
+    assert name == "plot_capacity" and not more
+    assert json.loads(json.dumps(results, default=plain)) == report["results"]
+    assert rest == [report["machine"], str(tmp_path / "c.png"), 50.0]
 
 
 FEW = [  # options, the fewest requests
@@ -189,25 +193,14 @@ def rows_of(text):
 
 def a_search(rates_met, rates_failed, missed="P99 TBT of 3 s"):
     """A search for a capacity."""
-    trials = [Trial(qps, FakeVerdict()) for qps in rates_met]
-    trials += [Trial(qps, FakeVerdict(missed)) for qps in rates_failed]
+    trials = [Trial(qps, a_verdict()) for qps in rates_met]
+    trials += [Trial(qps, a_verdict(missed)) for qps in rates_failed]
     return summarize_search(trials)
 
 
-class FakeVerdict:
+def a_verdict(missed=""):
     """A JudgedRun of nothing."""
-
-    summary = summarize_run([], [], 0.0)
-    busy = False
-    broken_rule = None
-    link = None
-
-    def __init__(self, missed=""):
-        self.missed = missed
-        self.met = not missed
-
-    def to_json(self):
-        return {"busy": False, "cut_short": None, "met": self.met, "missed": self.missed}
+    return replace(judge(Run([], [], 0.0, None), 1.0), missed=missed)
 
 
 SEARCHES = {
