@@ -8,9 +8,9 @@ DistServe and Splitwise have found. Read first: lab/simulator/goodput.py, lab/cl
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from cli.options import (
     OptionParser,
@@ -26,7 +26,6 @@ from cli.options import (
     wrote,
 )
 from cli.tables import Cell, format_table
-from lab.claims.jobs import run_all
 from lab.claims.pools import LinkRow, Row, check_findings, describe
 from lab.commands.frame import reporting
 from lab.commands.pipeline import trace_event
@@ -36,10 +35,6 @@ from lab.simulator.cost_model import CostModel
 from lab.simulator.goodput import Cluster, Job, Load, Search, Targets, Trial
 from lab.simulator.simulation import Simulated
 from policies.pools import Pools
-
-Name = TypeVar("Name", bound=Hashable)
-Work = TypeVar("Work")
-Result = TypeVar("Result")
 
 CHUNKS = (128, 256, 512, 1024)  # replicas: the best of these counts
 TARGETS = [Targets(ttft_s, tbt_s) for tbt_s in (0.02, 0.03, 0.05, 0.1) for ttft_s in (0.5, 1, 4)]
@@ -103,13 +98,6 @@ class Sweep:
         """Requests of these lengths, for the time that the options say."""
         return Load(lengths, self.options.seconds, max_len)
 
-    def run(
-        self, name: str, function: Callable[[Work], Result], jobs: Mapping[Name, Work]
-    ) -> dict[Name, Result]:
-        """{name of a job: function(job)}, with a progress bar called `name`."""
-        self.workers.name = name
-        return run_all(self.workers, function, jobs)
-
     def clusters(self, gpus: int) -> list[Cluster]:
         """Replicas with each chunk size, and all splits, or five of many."""
         first = Cluster(self.options.preset, self.options.device, gpus)
@@ -122,9 +110,18 @@ class Sweep:
         self, clusters: Sequence[Cluster], load: Load, targets: Targets
     ) -> dict[Cluster, float]:
         """The goodput of each cluster, found with few trials."""
-        searches = {each: Search(each, load, targets, self.options.steps) for each in clusters}
-        name = f"{clusters[0].instances} GPUs, {load.lengths}"
-        return self.run(name, goodput.find_goodput, searches)
+        self.workers.name = f"{clusters[0].instances} GPUs, {load.lengths}"
+        searches = [Search(each, load, targets, self.options.steps) for each in clusters]
+        rates = self.workers(goodput.find_goodput, searches)
+        return dict(zip(clusters, rates, strict=True))
+
+    def trials(self, name: str, jobs: Sequence[Job]) -> dict[Cluster, list[Trial]]:
+        """The trials of each cluster, with a progress bar of that name."""
+        self.workers.name = name
+        trials: dict[Cluster, list[Trial]] = {job.cluster: [] for job in jobs}
+        for job, trial in zip(jobs, self.workers(goodput.run_job, jobs), strict=True):
+            trials[job.cluster].append(trial)
+        return trials
 
     def row(self, gpus: int, lengths: str) -> Row:
         """The Row of so many GPUs and a load, for the middle targets."""
@@ -133,21 +130,17 @@ class Sweep:
     def by_targets(self) -> dict[str, Row]:
         """A Row for each pair of targets, of the chat load. The same trials serve all."""
         load = self.load(CHAT)
-        jobs = {
-            (cluster, qps): Job(cluster, load, qps)
+        jobs = [
+            Job(cluster, load, qps)
             for cluster in self.clusters(self.options.gpus)
             for qps in goodput.rates(cluster, load, self.options.steps)
-        }
-        trials: dict[Cluster, list[Trial]] = {cluster: [] for cluster, _ in jobs}
-        done = self.run(f"{self.options.gpus} GPUs, {CHAT}", goodput.run_job, jobs)
-        for (cluster, _), trial in done.items():
-            trials[cluster].append(trial)
-        return {
-            describe(targets): row_of(
-                {cluster: goodput.goodput(each, targets) for cluster, each in trials.items()}
-            )
-            for targets in TARGETS
-        }
+        ]
+        trials = self.trials(f"{self.options.gpus} GPUs, {CHAT}", jobs)
+        rows = {}
+        for targets in TARGETS:
+            rates = {each: goodput.goodput(trials[each], targets) for each in trials}
+            rows[describe(targets)] = row_of(rates)
+        return rows
 
     def by_link(self, preset: str) -> dict[str, LinkRow]:
         """A LinkRow for each link, for prompts of 1,500 tokens of a model."""
@@ -156,16 +149,17 @@ class Sweep:
         pools = {link: replace(alone, pools=Pools(1, 1), link=link) for link in LINKS_SWEPT}
         at_end = {link: replace(pools[link], layer_wise=False) for link in LINKS_SWEPT}
         clusters = [alone, *at_end.values(), *pools.values()]
-        jobs = {cluster: Job(cluster, load, LOW_RATE * cluster.instances) for cluster in clusters}
-        trials = self.run(f"links, {preset}", goodput.run_job, jobs)
+        jobs = [Job(cluster, load, LOW_RATE * cluster.instances) for cluster in clusters]
+        trials = self.trials(f"links, {preset}", jobs)
+        second_s = {cluster: trial.second_p50_s for cluster, (trial,) in trials.items()}
         goodputs: dict[Cluster, float] = {}
         if preset == LARGE_CACHE:
             goodputs = self.goodputs(list(pools.values()), load, LINK_TARGETS)
         return {
             link: LinkRow(
-                at_end_s=trials[at_end[link]].second_p50_s,
-                layer_wise_s=trials[pools[link]].second_p50_s,
-                alone_s=trials[alone].second_p50_s,
+                at_end_s=second_s[at_end[link]],
+                layer_wise_s=second_s[pools[link]],
+                alone_s=second_s[alone],
                 goodput=goodputs.get(pools[link]),
             )
             for link in LINKS_SWEPT
