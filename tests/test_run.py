@@ -100,8 +100,7 @@ def test_the_rate_of_chats_is_that_at_which_they_are_offered():
     first = [Arrival(float(time), 9, 6) for time in range(4)]
     for turns, offered in ((1, None), (3, 11 / 3)):
         server = EngineServer(Engine(Silent(), SMALL), Clock(lambda: 0.0))
-        run = LoadRun(server, chats(first, turns))
-        assert run.result().offered_per_s == offered
+        assert LoadRun(server, chats(first, turns)).result().offered_per_s == offered
     came = [20.0 * min(i, 5) + 10.0 * max(0, i - 5) for i in range(20)]  # and then no quicker
     completions = [
         Completion(i, [1], time, scheduled=time + 12 + i / 10) for i, time in enumerate(came)
@@ -153,19 +152,17 @@ def test_no_request_runs_before_arrival_or_waits_for_an_idle_engine():
 def test_classes_and_targets_come_with_the_arrival(monkeypatch):
     added = []
     add = Engine.add_request
+    names = ("priority", "ttft_slo", "tbt_slo", "user")
 
     def watched(self, *args, **more):
         if "request_id" in more:  # not of the warm-up
-            added.append(
-                tuple(more.get(name) for name in ("priority", "ttft_slo", "tbt_slo", "user"))
-            )
+            added.append(tuple(more.get(name) for name in names))
         return add(self, *args, **more)
 
     monkeypatch.setattr(Engine, "add_request", watched)
     targets = [("low", None, None, "ann"), ("realtime", 0.5, 0.1, "bob")]
-    run = serve_small(
-        "priority", arrivals=[Arrival(0.0, 8, 4, *rest, user=user) for *rest, user in targets]
-    )
+    arrivals = [Arrival(0.0, 8, 4, *rest, user=user) for *rest, user in targets]
+    run = serve_small("priority", arrivals=arrivals)
     assert added == targets and [c.priority for c in run.completions] == [3, 0]
 
 
@@ -223,16 +220,9 @@ def test_an_interrupted_run_is_what_was_seen_of_it(turns):
         assert run.iterations == full.iterations[: len(run.iterations)]
         last = run.iterations[-1].end if run.iterations else 0.0
         for c in full.completions:
-            interrupted = [
-                completion
-                for completion in run.completions
-                if completion.request_id == c.request_id
-            ]
-            assert interrupted == [c] or c.token_times[-1] > last
-            assert all(
-                completion.token_times == c.token_times[: len(completion.tokens)]
-                for completion in interrupted
-            )
+            same = [other for other in run.completions if other.request_id == c.request_id]
+            assert same == [c] or c.token_times[-1] > last
+            assert all(o.token_times == c.token_times[: len(o.tokens)] for o in same)
         num_completed.add(len(run.completions))
     assert num_completed >= set(range(1, 7)) and max(num_completed) == len(load)
 
@@ -369,9 +359,16 @@ def test_the_base_is_measured_in_a_cache_with_room_for_it():
         assert base.seconds > 0 and base.prefill_token_s > 0 and base.context == max_len // 2
 
 
-def verdict(met, busy=False):
-    """What a run at one rate found."""
-    return Verdict(missed="" if met else "x", busy=busy)
+def search(meets, **settings):
+    """What a search from a rate of 1 finds. `meets` says of a rate whether it was met, or of a busy
+    machine (whether it was met, busy)."""
+
+    def run_at_rate(rate):
+        answer = meets(rate)
+        met, busy = answer if isinstance(answer, tuple) else (answer, False)
+        return Verdict(missed="" if met else "x", busy=busy)
+
+    return search_capacity(run_at_rate, start=1.0, **settings)
 
 
 @pytest.mark.parametrize("limit", [0.21, 0.9, 1.0, 1.3, 2.0, 7.7, 15.0])
@@ -379,12 +376,11 @@ def verdict(met, busy=False):
 def test_capacity_is_found_to_five_percent_and_one_failure_does_not_decide(limit, unlucky):
     calls = []
 
-    def run_at_rate(rate):
-        met = rate <= limit and len(calls) != unlucky
-        calls.append((rate, met))
-        return verdict(met)
+    def meets(rate):
+        calls.append((rate, rate <= limit and len(calls) != unlucky))
+        return calls[-1][1]
 
-    result = search_capacity(run_at_rate, start=1.0)
+    result = search(meets)
     qps = result.capacity_qps
     assert limit / 1.05 <= qps <= limit and qps.bound == ""
     assert [(trial.qps, trial.verdict.met) for trial in result.trials] == calls
@@ -396,55 +392,47 @@ def test_capacity_is_found_to_five_percent_and_one_failure_does_not_decide(limit
 
 @pytest.mark.parametrize("limit", [0.05, 0.21, 1.0, 2.0, 7.7, 17.0])
 def test_a_search_finds_the_same_wherever_it_begins(limit):
-    def search(first_step):
-        return search_capacity(lambda rate: verdict(rate <= limit), 1.0, first_step=first_step)
-
-    expected = search(0).capacity_qps
-    for first_step in range(-7, 8):
-        capacity_qps = search(first_step).capacity_qps
-        assert (capacity_qps, capacity_qps.bound) == (expected, expected.bound)
+    results = {step: search(lambda rate: rate <= limit, first_step=step) for step in range(-7, 8)}
+    assert len({(r.capacity_qps, r.capacity_qps.bound) for r in results.values()}) == 1
     nearest = round(math.log(limit, capacity.STEP))
-    assert len(search(nearest).trials) <= len(search(0).trials)
+    assert len(results[nearest].trials) <= len(results[0].trials)
 
 
-def test_capacity_ends_where_every_answer_is_the_same_or_chance():
+def test_capacity_ends_where_every_answer_is_the_same_or_chance(monkeypatch):
     for met, text, last in ((False, "below 0.06", 1 / 16), (True, "at least 16.00", 16)):
-        result = search_capacity(lambda rate, met=met: verdict(met), start=1.0)
+        result = search(lambda rate, met=met: met)
         assert f"{result.capacity_qps:.2f}" == text
         assert (result.trials[-1].qps, len(result.trials)) == (last, 8)  # 1.5 ** 7 > 16
         assert (result.best is not None) == met
     rng = np.random.default_rng(0)
     for _ in range(100):
-        result = search_capacity(lambda rate: verdict(rng.random() < 1 / (1 + rate**4)), start=1.0)
+        result = search(lambda rate: rng.random() < 1 / (1 + rate**4))
         assert len(result.trials) < capacity.MAX_RUNS
-    answers = iter([True, *[False] * capacity.MAX_RUNS])  # a machine that becomes ever slower
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capacity, "MAX_RUNS", 3)
-        result = search_capacity(lambda rate: verdict(next(answers)), start=1.0)
+    answers = iter([True, False, False])  # a machine that becomes ever slower
+    monkeypatch.setattr(capacity, "MAX_RUNS", 3)
+    result = search(lambda rate: next(answers))
     assert f"{result.capacity_qps:g}" == "at least 1" and len(result.trials) == 3
 
 
 @pytest.mark.parametrize("failed, text", [(1.05, "1"), (1.06, "at least 1"), (1.1, "at least 1")])
 def test_a_capacity_is_a_bound_unless_a_rate_one_step_above_failed(failed, text):
-    trials = [Trial(1.0, verdict(True)), Trial(failed, verdict(False))]
+    trials = [Trial(1.0, Verdict()), Trial(failed, Verdict(missed="x"))]
     assert f"{summarize_search(trials, ratio=1.05).capacity_qps:g}" == text
 
 
 def test_what_failed_while_others_used_the_machine_is_run_again():
     counts = Counter()
 
-    def run_at_rate(rate):
+    def meets(rate):
         counts[rate] += 1
         busy = counts[rate] == 1
-        return verdict(rate <= 4 and not busy, busy)
+        return rate <= 4 and not busy, busy
 
-    result = search_capacity(run_at_rate, start=1.0)
+    result = search(meets)
     assert 4 / 1.05 <= result.capacity_qps <= 4 and set(counts.values()) == {2}
     assert not result.busy
-    always_busy = [
-        replace(trial, verdict=replace(trial.verdict, busy=True)) for trial in result.trials
-    ]
-    assert summarize_search(always_busy).busy and summarize_search(always_busy).missed == "x"
+    always = [replace(trial, verdict=replace(trial.verdict, busy=True)) for trial in result.trials]
+    assert summarize_search(always).busy and summarize_search(always).missed == "x"
 
 
 @pytest.mark.parametrize("ours, other, text", [

@@ -149,10 +149,10 @@ def main(options: PipelineOptions) -> None:
         for name, each in run_plan(options.policies, [config.page_size or 1], config).items():
             real = serve_pipeline(model, each, arrivals, prompts)
             simulated = simulate(cost, real.config, arrivals)
+            stage_runs[name] = real.stage_runs
             runs = stage_runs[f"{name}, simulated"] = simulated.stage_runs
             summary = summarize(simulated.run, simulated.busy, simulated.bubbles, runs)
             rows[name] = PipelineRow(real=real.summary, simulated=summary)
-            stage_runs[name] = real.stage_runs
             report.setdefault("runs", {})[name] = [real.summary.to_json(), summary.to_json()]
 
 

@@ -86,13 +86,8 @@ def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
     )
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     flops_per_s = 2 * rows * weights / (products_timing.ms / 1e3)
-    whole = model
-    ranks = {}
-    if isinstance(model, Shard):  # has a part of the whole model
-        whole = model.whole_model()
-        ranks = {"tp": model.ranks.tp, "pp": model.ranks.pp}
-        if model.ranks.copies > 1:
-            ranks["copies"] = model.ranks.copies
+    parallel = isinstance(model, Shard)  # has a part of the whole model
+    whole = model.whole_model() if parallel else model
     cpu_flops_per_s = None
     if device.type == "cpu":
         rates = dtypes.cpu_rates(torch.get_num_threads())
@@ -110,7 +105,9 @@ def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
         ridge_tokens=flops_per_s / bandwidth * model.dtype.itemsize / 2,
         busy=drift > timing.BUSY,
         cpu_flops_per_s=cpu_flops_per_s,
-        **ranks,
+        tp=model.ranks.tp if parallel else None,
+        pp=model.ranks.pp if parallel else None,
+        copies=model.ranks.copies if parallel and model.ranks.copies > 1 else None,
     )
 
 
