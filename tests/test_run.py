@@ -445,32 +445,57 @@ def test_a_ratio_of_bounds_is_a_bound_or_not_known(ours, other, text):
     assert ratio is None if text is None else f"{ratio:g}" == text
 
 
+PLAN = EngineConfig(chunk=256, max_len=1000, page_size=1, pages=3000)  # pages of a token
+
+
 def test_policies_share_the_memory_and_can_have_their_own_chunk(tmp_path):
     (tmp_path / "mine.py").write_text("from scheduler import SarathiServe as Mine\n")
     mine = f"{tmp_path}/mine.py:Mine"
-    names = ["vllm", "orca-best", "sarathi:64", mine, f"{mine}:32"]
-    config = EngineConfig(chunk=256, max_len=1000, page_size=1, pages=3000)  # pages of a token
-    runs = run_plan(names, [64, 1000], config)
-    assert list(runs) == [f"{name}, pages of {size}" for name in names for size in (64, 1000)]
-    policies = ["vllm", "orca-best", "sarathi", mine, mine]
-    assert [c.policy for c in runs.values()][::2] == policies
-    assert [c.chunk for c in runs.values()] == [256] * 4 + [64] * 2 + [256] * 2 + [32] * 2
+    plans = {  # label: its policy and chunk
+        "vllm": ("vllm", 256),
+        "orca-best": ("orca-best", 256),
+        "sarathi:64": ("sarathi", 64),
+        mine: (mine, 256),
+        f"{mine}:32": (mine, 32),
+    }
+    runs = run_plan(plans, [64, 1000], PLAN)
+    assert list(runs) == [f"{name}, pages of {size}" for name in plans for size in (64, 1000)]
+    assert [(c.policy, c.chunk) for c in runs.values()][::2] == list(plans.values())
     assert [(c.page_size, c.pages) for c in runs.values()] == [(64, 46), (1000, 3)] * 5
-    assert list(run_plan(POLICIES, [64], config, 1.0)) == list(POLICIES)
-    (dynamic,) = run_plan(["dynamic"], [64], config, 0.3).values()
+    assert list(run_plan(POLICIES, [64], PLAN, 1.0)) == list(POLICIES)
+    (dynamic,) = run_plan(["dynamic"], [64], PLAN, 0.3).values()
     assert dynamic.policy == "dynamic" and dynamic.policy_options == {"tbt_slo": 0.3}
-    assert not dynamic.prefix_caching
-    runs = run_plan(["vllm", "orca"], [64], config, caching=[False, True])
-    assert {name: options.prefix_caching for name, options in runs.items()} == {
-        "vllm": False, "vllm, shared": True, "orca": False, "orca, shared": True
-    }  # fmt: skip
-    plans = run_plan(["vllm"], [64, 128], config, caching=[False, True])
-    assert list(plans)[:2] == ["vllm, pages of 64", "vllm, pages of 64, shared"] and len(plans) == 4
-    (on,) = run_plan(["vllm"], [64], config, caching=[True]).items()
-    assert on[0] == "vllm" and on[1].prefix_caching  # the only one
-    for label in ("vllm:64", "orca:64", "request-level:64", "hybrid-only:64", "dynamic:64"):
-        with pytest.raises(ValueError, match=f"'{label}': .* does not go by a chunk size"):
-            run_plan([label], [64], config)
-    for label in ("sarathi:x", "sarathi:0", "fifo", "fifo:8"):
-        with pytest.raises(ValueError, match="chunk=0: must be|'(sarathi:x|fifo)': must be one of"):
-            run_plan([label], [64], config)
+
+
+@pytest.mark.parametrize(
+    "sizes, caching, suffixes",
+    [
+        ([64], [False], {"": False}),
+        ([64], [True], {"": True}),  # the only one
+        ([64], [False, True], {"": False, ", shared": True}),
+        ([64, 128], [True], {", pages of 64": True, ", pages of 128": True}),
+        ([64, 128], [False, True], {
+            **{", pages of 64": False, ", pages of 64, shared": True},
+            **{", pages of 128": False, ", pages of 128, shared": True},
+        }),
+    ],
+)  # fmt: skip
+def test_runs_are_named_by_what_differs(sizes, caching, suffixes):
+    runs = run_plan(["vllm", "orca"], sizes, PLAN, caching=caching)
+    assert [(label, config.prefix_caching) for label, config in runs.items()] == [
+        (name + suffix, shares) for name in ("vllm", "orca") for suffix, shares in suffixes.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    "policies, problem",
+    [
+        ("vllm:64 orca:64 request-level:64 hybrid-only:64 dynamic:64", "does not go by a chunk"),
+        ("sarathi:0", "chunk=0: must be"),
+        ("sarathi:x fifo fifo:8", "'(sarathi:x|fifo)': must be one of"),
+    ],
+)
+def test_a_label_that_names_no_run_is_refused(policies, problem):
+    for label in policies.split():
+        with pytest.raises(ValueError, match=problem):
+            run_plan([label], [64], PLAN)
