@@ -8,7 +8,7 @@ serve.py, where requests arrive while others run: Sarathi-Serve's half."""
 import textwrap
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -207,9 +207,21 @@ def main(options: OfflineOptions) -> None:
             },
             "promised_gain": table.promised_gain,
         }
+        count = len(options.policies) * options.load.tokens
         try:
-            for name, run in run_with_progress(model, options, recorders):
-                runs[name] = run
+            with tqdm(desc="tokens", total=count, leave=False, disable=None) as bar:
+                for name, run in run_policies(
+                    model,
+                    options.policies,
+                    options.load,
+                    chunk=options.chunk,
+                    attention=options.model.attention,
+                    progress=bar.update,
+                    recorders=recorders,
+                ):
+                    tqdm.write(f"{name}: {options.requests} requests in {run.seconds:.1f} s")
+                    runs[name] = run
+            print()
         finally:
             rows = policy_runs(options.policies, runs, options.batch)
             report["end_to_end"] = {name: row_json(row) for name, row in rows.items()}
@@ -267,27 +279,6 @@ def affordable_requests(table: DecodeMaximal, options: OfflineOptions) -> int:
     request_s = all_policies_s(table, options) / options.requests
     requests = max(options.fewest_requests, int(MORE_REQUESTS_S / request_s))
     return min(requests, options.requests)
-
-
-def run_with_progress(
-    model: GPT, options: OfflineOptions, recorders: Mapping[str, Recorder]
-) -> Iterator[tuple[str, Run]]:
-    """Serve the load under each policy, see run_policies, with a progress bar and, when a policy is
-    done, a line."""
-    count = len(options.policies) * options.load.tokens
-    with tqdm(desc="tokens", total=count, leave=False, disable=None) as bar:
-        for name, run in run_policies(
-            model,
-            options.policies,
-            options.load,
-            chunk=options.chunk,
-            attention=options.model.attention,
-            progress=bar.update,
-            recorders=recorders,
-        ):
-            tqdm.write(f"{name}: {options.requests} requests in {run.seconds:.1f} s")
-            yield name, run
-    print()
 
 
 def limits_line(machine: RealMachineInfo) -> str:
