@@ -43,7 +43,8 @@ def test_a_cost_below_the_noise_is_not_a_speedup(spread, busy, monkeypatch):
     """
     total_ms = {"prompt": 200, "prefill-only": 100, "decode-maximal": 110, "decode-only": 30}
     products_ms = {"prompt": 140, "prefill-only": 80, "decode-maximal": 81, "decode-only": 20}
-    ms_of = {"total": total_ms, "ffn_ln1": products_ms}
+    head_ms = dict.fromkeys(total_ms, 0) | {"prompt": 14}  # no part of what is promised
+    ms_of = {"total": total_ms, "ffn_ln1": products_ms, "head": head_ms}
 
     def interleaved(variants, *_, **settings):
         return {
