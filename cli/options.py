@@ -262,11 +262,19 @@ def options_json(options: Any) -> dict[str, object]:
     return record
 
 
+def plain(record: Any) -> dict[str, Any]:
+    """The fields and the properties of a dataclass, as JSON has them."""
+    kind = type(record)
+    properties = [name for name in dir(kind) if isinstance(getattr(kind, name), property)]
+    names = [*(each.name for each in fields(record)), *properties]
+    return {name: getattr(record, name) for name in names}
+
+
 def write_json(options: Any, report: Mapping[str, object]) -> None:
     """Write the options of a command and its report to the file `options.json`, if there is one."""
     if options.json:
         record = {"options": options_json(options), **report}
-        write_text(options.json, json.dumps(record, indent=2))
+        write_text(options.json, json.dumps(record, indent=2, default=plain))
 
 
 @contextmanager

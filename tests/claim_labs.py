@@ -15,7 +15,7 @@ import pytest
 from lab.claims.cost_lab import CostLab
 from lab.claims.labs import Capacities, Lockstep, Served, Size
 from lab.measure.batch_times import Batch, TimedChunk
-from lab.measure.offline_load import summarize_policy, with_gains
+from lab.measure.offline_load import policy_runs
 from lab.measure.run_plan import run_plan
 from lab.simulator.cost_model import Chunks, CostModel, LayerSeconds
 from lab.simulator.simulation import simulate
@@ -136,12 +136,13 @@ class ShortLab(CostLab):
     ) -> dict[str, float | None]:
         """As Lab.gains, of a full pipeline, as a real lab measures it."""
         offline = load.offline(pd_ratio, min(load.requests, 2 * load.batch + 1))
-        rows = {}
-        for name, config in run_plan(policies, [load.length], offline.config(load.chunk)).items():
-            run = simulate(self.cost, config, offline.arrivals()).run
-            rows[name] = summarize_policy(run, load.batch)
-        base = rows["request-level"]
-        return {name: with_gains(row, base).gain for name, row in rows.items()}
+        configs = run_plan(policies, [load.length], offline.config(load.chunk))
+        runs = {
+            name: simulate(self.cost, config, offline.arrivals()).run
+            for name, config in configs.items()
+        }
+        rows = policy_runs(policies, runs, load.batch)
+        return {name: row.gain for name, row in rows.items()}
 
     def serve(self, policies: Sequence[str], *, requests: int = 4, **load: Any) -> Served:
         """As Lab.serve, of fewer requests."""

@@ -11,6 +11,7 @@ from lab.commands import batches as command
 from lab.commands.batches import named_sequence
 from lab.measure import batch_times, timing
 from lab.measure.batch_times import (
+    PARTS,
     PRODUCTS,
     BatchTime,
     TimedChunk,
@@ -56,6 +57,9 @@ def batch_of(*chunks):
     return tuple(TimedChunk(tokens, end) for tokens, end in chunks)
 
 
+TWO = {"a": batch_of((5, 9), (1, 7)), "b": batch_of((1, 3))}
+
+
 @pytest.mark.parametrize("text, batches", TEXTS.items())
 def test_a_text_says_which_batches(text, batches):
     expected = [tuple(batch) for batch in batches]
@@ -73,67 +77,67 @@ def test_a_text_that_is_no_batch_is_refused(text, capsys):
     assert err.count("\n") == 1 and "must be" in err
 
 
-def test_batches_are_made_by_name():
+def test_batches_are_made_by_name_and_are_of_requests_with_a_page_each():
     assert decodes(2, context=9) == ((1, 9), (1, 9))
     assert prompts(2, 8) == ((8, 8), (8, 8))
     assert chunks_of(5, 2) == [((2, 2),), ((2, 4),), ((1, 5),)]
     assert chunks_of(4, 3, context=10) == [((3, 9),), ((1, 10),)]
-
-
-def test_spans_are_of_requests_with_a_page_each():
     chunk, decode = spans_of(batch_of((4, 10), (1, 7)))
     assert (chunk.start, chunk.length, chunk.end, chunk.pages) == (6, 4, 10, [0])
     assert (decode.start, decode.length, decode.end, decode.pages) == (6, 1, 7, [1])
     assert not chunk.yields_token and spans_of(batch_of((1, 7)), True)[0].yields_token
 
 
-def times_of(monkeypatch, batches, ms_of, head=False, spread=0.1):
-    """What `time_batches` returns if each part takes as long as `ms_of` says of its key."""
+def stopwatch(monkeypatch, ms_of=lambda key: 1.0, spread=0.1, at=lambda key, run: run()):
+    """Let each part take as long as `ms_of` says of its key, after `at` was called with it."""
 
-    def interleaved(variants, device, repeats, title=None, limit_s=None):
-        for run in variants.values():
-            run()
+    def interleaved(variants, *_, **settings):
+        for key, run in variants.items():
+            at(key, run)
         return {key: timing.Timing(ms_of(key), spread) for key in variants}
 
     monkeypatch.setattr(timing, "interleaved", interleaved)
-    return time_batches(Runner(tiny_model(), 4, 16), MACHINE, batches, 3, head=head)
+
+
+def time_two(batches=TWO, **settings):
+    """The times of some batches, with the runner of a small model."""
+    return time_batches(Runner(tiny_model(), 4, 16), MACHINE, batches, 2, **settings)
 
 
 def test_parts_of_an_iteration_add_up(monkeypatch):
     ms = {"total": 100, "attention": 20, "preproj": 1, "postproj": 2, "ffn_ln1": 4, "ffn_ln2": 8}
     ms["head"] = 16
-    batches = {"a": batch_of((5, 9), (1, 7)), "b": batch_of((1, 3))}
-    times = times_of(monkeypatch, batches, lambda key: ms[key[1]])
-    assert list(times) == ["a", "b"] and times["a"].total_ms == 100
+    stopwatch(monkeypatch, lambda key: ms[key[1]])
+    times = time_two()
+    assert list(times) == ["a", "b"]
     model = tiny_model()
-    for name, batch in batches.items():
+    for name, batch in TWO.items():
         time = times[name]
-        assert time.products_ms == 1 + 2 + 4 + 8 + 16 and time.other_ms == 100 - 31 - 20
-        row = time.to_json()
-        assert [row[f"{part}_ms"] for part in PRODUCTS] == [1, 2, 4, 8, 16]
+        assert [getattr(time, f"{part}_ms") for part in PRODUCTS] == [1, 2, 4, 8, 16]
+        assert (time.total_ms, time.products_ms, time.other_ms) == (100, 31, 100 - 31 - 20)
         assert time.spread == 0.1 and time.busy is False
         flops, moved_bytes = timing.attention_cost(model.config, spans_of(batch), model.dtype)
         assert time.attention_limit_ms == 1e3 * max(flops / 1e9, moved_bytes / 1e6)
-    times = times_of(monkeypatch, batches, lambda key: 1 + (key[1] == "ffn_ln1"), spread=0.21)
-    assert all(time.busy and time.other_ms == 0 for time in times.values())
+        assert time.launch_ms is time.device_ms is None  # on a CPU
+        assert not time.launch_bound
+    stopwatch(monkeypatch, lambda key: 1 + (key[1] == "ffn_ln1"), spread=0.21)
+    assert all(time.busy and time.other_ms == 0 for time in time_two().values())
 
 
 @pytest.mark.parametrize("head", [False, True])
 def test_a_batch_is_launched_as_it_is_computed_and_not_waited_for(monkeypatch, head):
     """On a GPU its row has the times of CPU and GPU. `greedy`, which waits, is not called."""
-    runner = Runner(tiny_model(), 4, 16)
     rows = []
 
     def launch_timings(launches, device):
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "greedy", None)
+            patch.setattr(Runner, "greedy", None)
             results = {key: launch() for key, launch in launches.items()}
         rows.extend(len(result) for (_, part), result in results.items() if part == "launch")
         return {name: timing.LaunchTiming(5.0, 3.0) for name in launches}
 
     monkeypatch.setattr(timing, "launch_timings", launch_timings)
-    batches = {"a": batch_of((5, 9), (1, 7)), "b": batch_of((1, 3))}
-    times = time_batches(runner, MACHINE, batches, 2, head=head)
+    times = time_two(head=head)
     assert rows == ([2, 1] if head else [0, 0])  # logits of each batch
     assert [(time.launch_ms, time.device_ms) for time in times.values()] == [(5.0, 3.0)] * 2
     assert times["a"].launch_bound
@@ -147,15 +151,9 @@ def test_the_parts_of_a_batch_on_a_gpu_are_times_of_the_gpu(monkeypatch):
     def launch_timings(launches, device):
         return {key: timing.LaunchTiming(500.0, device_ms.get(key[1], 8.0)) for key in launches}
 
-    def interleaved(variants, *_, **settings):
-        timed_parts.update(part for _, part in variants)
-        return {key: timing.Timing(100.0, 0.1) for key in variants}
-
     monkeypatch.setattr(timing, "launch_timings", launch_timings)
-    monkeypatch.setattr(timing, "interleaved", interleaved)
-    monkeypatch.setattr(timing, "steadily", lambda function, *_, **settings: (function(), 0.0))
-    batches = {"a": batch_of((1, 9), (1, 7))}
-    time = time_batches(Runner(tiny_model(), 4, 16), MACHINE, batches, 2)["a"]
+    stopwatch(monkeypatch, lambda key: 100.0, at=lambda key, run: timed_parts.add(key[1]))
+    time = time_two()["a"]
     assert timed_parts == {"total"}
     assert (time.total_ms, time.attention_ms, time.preproj_ms) == (100.0, 20.0, 8.0)
     assert time.products_ms == 5 * 8.0 and time.other_ms == 100 - 40 - 20
@@ -165,24 +163,12 @@ def test_the_parts_of_a_batch_on_a_gpu_are_times_of_the_gpu(monkeypatch):
 def test_a_batch_is_timed_right_after_its_own_parts(monkeypatch):
     """Another batch, maybe of seconds, does not slow it down."""
     order = []
-
-    def interleaved(variants, *_, **settings):
-        order.extend(variants)
-        return {key: timing.Timing(1.0, 0.0) for key in variants}
-
-    monkeypatch.setattr(timing, "interleaved", interleaved)
-    batches = {"a": batch_of((3, 9)), "b": batch_of((1, 9), (1, 7))}
-    time_batches(Runner(tiny_model(), 4, 16), MACHINE, batches, 2)
+    stopwatch(monkeypatch, at=lambda key, run: order.append(key))
+    time_two()
     names = [name for name, _ in order]
     assert names == sorted(names) and order.index(("b", "total")) == len(order) - 1
     assert order.index(("a", "total")) == names.index("b") - 1
-    assert {part for _, part in order} == {"total", *batch_times.PARTS}
-
-
-def test_on_a_cpu_no_launches_are_timed():
-    times = time_batches(Runner(tiny_model(), 4, 16), MACHINE, {"a": batch_of((5, 9))}, 2)
-    assert times["a"].launch_ms is None and times["a"].device_ms is None
-    assert not times["a"].launch_bound
+    assert {part for _, part in order} == {"total", *PARTS}
 
 
 @pytest.mark.parametrize("head", [False, True])
@@ -191,23 +177,20 @@ def test_each_operation_is_timed_on_the_rows_of_the_batch(monkeypatch, head):
     shapes = {}  # of the products in each variant
     linear = torch.nn.functional.linear
 
-    def interleaved(variants, *_, **settings):
-        for key, run in variants.items():
-            shapes[key] = []
+    def note_shapes(key, run):
+        shapes[key] = []
 
-            def spy(x, weight, *bias, key=key):
-                shapes[key].append((len(x), *weight.shape))
-                return linear(x, weight, *bias)
+        def spy(x, weight, *bias):
+            shapes[key].append((len(x), *weight.shape))
+            return linear(x, weight, *bias)
 
-            with monkeypatch.context() as patch:
-                patch.setattr(torch.nn.functional, "linear", spy)
-                run()
-        return {key: timing.Timing(1.0, 0.0) for key in variants}
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.functional, "linear", spy)
+            run()
 
-    monkeypatch.setattr(timing, "interleaved", interleaved)
+    stopwatch(monkeypatch, at=note_shapes)
     model = tiny_model()
-    batch = batch_of((5, 9), (1, 7), (1, 3))
-    time_batches(Runner(model, 3, 16), MACHINE, {"a": batch}, 3, head=head)
+    time_two({"a": batch_of((5, 9), (1, 7), (1, 3))}, head=head)
     vocabulary = [(3, model.config.vocab_size, model.config.n_embd)] if head else []
     assert shapes["a", "head"] == vocabulary
     layers = [(7, *layer.weight.shape) for layer in timing.linear_layers(model)]
@@ -259,15 +242,14 @@ def test_batches_that_follow_each_other_are_added_up(monkeypatch):
         return {batch: times[batch] for batch in batches}
 
     monkeypatch.setattr(batch_times, "time_batches", time_batches)
-    sequences = {"16/8": chunks_of(16, 8), "three": [*[decodes(2, 5)] * 3, *prompts_alone(8)]}
-    rows = time_sequences(tiny_model(), MACHINE, sequences)
+    sequences = {"16/8": chunks_of(16, 8), "three": [*[decodes(2, 5)] * 3, prompts(1, 8)]}
+    chunked, three = time_sequences(tiny_model(), MACHINE, sequences).values()
     assert len(timed) == 3  # one that occurs twice is timed once
-    assert rows["16/8"].total_ms == 3 and rows["three"].attention_ms == 31
-    assert rows["16/8"].tokens == 16 and rows["three"].tokens == 14
-    assert rows["16/8"].tokens_per_ms == pytest.approx(16 / 3)
-    assert rows["16/8"].busy and not rows["three"].busy
-    assert rows["three"].spread == 0.1
-    assert rows["three"].launch_ms is None
+    assert chunked.total_ms == 3 and three.attention_ms == 31
+    assert chunked.tokens == 16 and three.tokens == 14
+    assert chunked.tokens_per_ms == pytest.approx(16 / 3)
+    assert chunked.busy and not three.busy
+    assert three.spread == 0.1 and three.launch_ms is None
     gpu = [batch_time(9.0, launch_ms=6.0, device_ms=8.0)] * 2
     added = add_up(tiny_model(), chunks_of(16, 8), gpu)
     assert (added.launch_ms, added.device_ms, added.launch_bound) == (12.0, 16.0, False)
@@ -289,35 +271,50 @@ def test_the_table_of_a_gpu_tells_launches_from_kernels(capsys):
     assert "launch" not in capsys.readouterr().out
 
 
-def prompts_alone(length):
-    """A sequence of one prompt."""
-    return [prompts(1, length)]
+@pytest.fixture
+def run(tmp_path, capsys):
+    """A function that runs the command: (the rows that it writes, and what it prints)."""
+
+    def run_command(*argv):
+        file = tmp_path / "report.json"
+        options = ["--preset", "llama-tiny", "--device", "cpu", "--json", str(file)]
+        bench.main(["batches", *argv, *options])
+        return json.loads(file.read_text())["batches"], capsys.readouterr().out
+
+    return run_command
 
 
-def run(tmp_path, capsys, *argv):
-    """The rows that the command writes for the smallest model, and what it prints."""
-    file = tmp_path / "report.json"
-    options = ["--preset", "llama-tiny", "--device", "cpu", "--json", str(file)]
-    bench.main(["batches", *argv, *options])
-    return json.loads(file.read_text())["batches"], capsys.readouterr().out
-
-
-def test_the_command_prints_a_row_for_each_name(tmp_path, capsys, monkeypatch):
+def test_the_command_prints_a_row_for_each_name(run, monkeypatch):
     def times(runner, machine, batches, *_, **settings):
         return {batch: batch_time(len(batch), busy=len(batch) > 1) for batch in batches}
 
     monkeypatch.setattr(batch_times, "time_batches", times)
-    rows, text = run(tmp_path, capsys, "16/8", "three=3 * 2x1@5, 8")
+    rows, text = run("16/8", "three=3 * 2x1@5, 8")
     assert rows["16/8"]["total_ms"] == 2 and rows["three"]["attention_ms"] == 3 * 2 + 1
     assert "| 16/8 " in text and "| three (busy) " in text
 
 
-def test_the_command_times_layers_too(tmp_path, capsys):
-    rows, text = run(tmp_path, capsys, "4@8 + 1@8", "--layers", "1", "--repeats", "2")
-    (row,) = rows.values()
+@pytest.mark.parametrize("layers", [1, 3, None])
+def test_as_many_layers_are_timed_as_are_asked_for(layers, run, monkeypatch):
+    runners = []
+    real = batch_times.time_batches
+
+    def time_batches(runner, *args, **settings):
+        runners.append(runner)
+        return real(runner, *args, **settings)
+
+    monkeypatch.setattr(batch_times, "time_batches", time_batches)
+    words = ["--layers", str(layers)] if layers else []
+    rows, text = run("4@8 + 1@8", "3x1@9", "--repeats", "2", *words)
+    (runner,) = runners
+    assert len(runner.model.blocks) == (layers or GPTConfig.preset("llama-tiny").n_layer)
+    assert (runner.cache.pages, runner.cache.max_len) == (3, 9)
+    assert (f"cut to --layers {layers}" in text) == bool(layers)
+    row = rows["4@8 + 1@8"]
     assert row["total_ms"] > 0 and all(row[f"{name}_ms"] > 0 for name in timing.LINEAR)
-    assert "| 4@8 + 1@8 " in text
-    assert "cut to --layers 1" in text
+    assert set(row["intensity"]) >= set(timing.LINEAR) and text.count("\n| 4@8 + 1@8 ") == 1
+    heads = text.partition("| ms ")[2].partition("\n")[0].split()
+    assert {*timing.LINEAR, "attention", "limit", "other", "total"} <= set(heads)
 
 
 def test_a_name_has_one_meaning(capsys):
@@ -336,26 +333,3 @@ def test_layers_of_a_model_that_is_compiled_are_refused():
 def test_a_batch_that_is_too_long_is_refused_by_its_length():
     with pytest.raises(ValueError, match="^batch-length 9999: this model is limited to "):
         bench.main(["batches", "1@9999", "--preset", "gpt2"])
-
-
-def test_as_many_layers_are_timed_as_are_asked_for(monkeypatch, tmp_path, capsys):
-    runners = []
-    real = batch_times.time_batches
-
-    def time_batches(runner, *args, **settings):
-        runners.append(runner)
-        return real(runner, *args, **settings)
-
-    monkeypatch.setattr(batch_times, "time_batches", time_batches)
-    run(tmp_path, capsys, "4", "3x1@9", "--layers", "3", "--repeats", "2")
-    run(tmp_path, capsys, "4", "--repeats", "2")
-    cut, whole = runners
-    assert len(cut.model.blocks) == 3 and cut.cache.pages == 3 and cut.cache.max_len == 9
-    assert len(whole.model.blocks) == GPTConfig.preset("llama-tiny").n_layer
-
-
-def test_the_table_has_a_column_for_each_operation(tmp_path, capsys):
-    rows, text = run(tmp_path, capsys, "4", "--repeats", "2")
-    heads = text.partition("| ms ")[2].partition("\n")[0].split()
-    assert {*timing.LINEAR, "attention", "limit", "other", "total"} <= set(heads)
-    assert text.count("\n| 4 ") == 1 and set(rows["4"]["intensity"]) >= set(timing.LINEAR)

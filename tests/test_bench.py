@@ -56,21 +56,20 @@ def test_offline_prints_and_writes_everything(tmp_path, capsys, own):
     assert report["options"]["chunk"] == 32 and report["options"]["pd_ratio"] == 16
     assert report["options"]["policies"] == policies
     here = report["machine"]
-    model = {"dtype": "float32", "model": "llama-tiny", "torch": torch.__version__}
-    assert model.items() <= here.items()
+    assert (here["dtype"], here["model"]) == ("float32", "llama-tiny")
     headings = ["TFLOP/s", "measured limits", "SARATHI, Table 2", "2. End to end", "3. "]
     for heading in (*headings, here["device"], report["conclusion"]):
         assert heading in text
     assert f"\nsame text under all {len(policies)} policies: 10 of 10 requests" in text
     table = report["decode_maximal"]
-    assert list(table) == ["prompt", "prefill-only", "decode-only", "decode-maximal"]
-    prompt, prefill, decode, hybrid = table.values()
-    counts = [(row["prefill_tokens"], row["decodes"]) for row in table.values()]
-    assert counts == [(80, 0), (30, 0), (0, 3), (30, 2)]
-    assert prompt["prefill_token_ms"] == pytest.approx(prompt["total_ms"] / 80)
-    riding = (hybrid["total_ms"] - prefill["total_ms"]) / 2
-    assert hybrid["decode_token_ms"] == pytest.approx(riding)
-    assert f"|            30 + 2 | {hybrid['products_ms']:8.1f} |" in text
+    counts = {name: (row["prefill_tokens"], row["decodes"]) for name, row in table.items()}
+    assert counts == {
+        "prompt": (80, 0),
+        "prefill-only": (30, 0),
+        "decode-only": (0, 3),
+        "decode-maximal": (30, 2),
+    }
+    assert f"|            30 + 2 | {table['decode-maximal']['products_ms']:8.1f} |" in text
     rows = report["end_to_end"]
     assert list(rows) == policies and rows["request-level"]["gain"] == 1
     # 10 requests of 75 + 5 tokens; the first two want 1 and 3; the last of each is not computed

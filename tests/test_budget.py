@@ -8,6 +8,7 @@ import bench
 from lab.commands import batches
 from lab.measure import timing, token_budget
 from tests.helpers import machine_info
+from tests.test_simulate import printed_tables
 
 MACHINE = machine_info()
 TINY = ["--preset", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
@@ -22,36 +23,33 @@ def test_it_prints_why_and_writes_everything(decodes, max_len, tmp_path, capsys,
         rows = time_iterations(*args, **settings)
         return [row._replace(seconds=1e-3 * row.budget, spread=0.0) for row in rows]
 
+    def run(slo):
+        words = ["--decodes", str(decodes), "--max-len", str(max_len), f"--json={tmp_path}/b.json"]
+        bench.main(["batches", "--slo", slo, *TINY, *words])
+        return capsys.readouterr().out, json.loads((tmp_path / "b.json").read_text())
+
     monkeypatch.setattr(token_budget, "time_iterations", time_by_law)
     monkeypatch.setattr(timing.Probe, "take", lambda *_: missing_share)
     monkeypatch.setattr(batches, "measure_machine", lambda *_: MACHINE)
-    options = [*TINY, "--decodes", str(decodes), "--max-len", str(max_len)]
-    files = ["--json", str(tmp_path / "b.json")]
-    bench.main(["batches", "--slo", "100", *options, *files])
-
-    text = capsys.readouterr().out
-    report = json.loads((tmp_path / "b.json").read_text())
+    text, report = run("100")
     tile = min(32, max_len)
     largest = max(max_len, (decodes // tile + 1) * tile)  # an SLO that all meet
     assert report["budget"] == largest // tile * tile
-    assert report["machine"] == MACHINE.to_json()
+    assert report["machine"] == MACHINE.to_json() and report["conclusion"] in text
     assert f"Token budget {report['budget']}: the largest of whole tiles of {tile}" in text
-    assert report["conclusion"] in text
     contexts = [max(1, max_len // 8), max_len // 2]
     assert {row["context"] for row in report["profile"]} == set(contexts)
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    rows = [line.replace(" ", "").split("|")[1:-1] for line in lines]
+    _, *rows = printed_tables(text)[0]
     budgets = sorted({row["budget"] for row in report["profile"]})
-    expected = [[str(b), f"{b - decodes}+{decodes}", "yes"] for b in budgets]
-    assert [[*row[:2], row[-1]] for row in rows[2:]] == expected
+    expected = [[str(b), f"{b - decodes} + {decodes}", "yes"] for b in budgets]
+    assert [[*row[:2], row[-1]] for row in rows] == expected
     assert text.endswith(f"wrote {tmp_path}/b.json\n")
 
     with pytest.raises(ValueError, match="tbt_slo=1e-09: no token budget meets it"):
-        bench.main(["batches", "--slo", "1e-9", *options])
+        run("1e-9")
     missing_share = 0.3
-    bench.main(["batches", "--slo", "100", *options, *files])
-    text = capsys.readouterr().out
-    report = json.loads((tmp_path / "b.json").read_text())
+    capsys.readouterr()
+    text, report = run("100")
     assert report["budget"] is None
     assert f"\nToken budget: {timing.TOO_BUSY}.\n" in text
     assert text.count(" (busy) ") == len(budgets)

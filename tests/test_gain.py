@@ -1,6 +1,7 @@
 """What is measured is a full pipeline, whatever the policy; and what is explained adds up."""
 
 import json
+from itertools import pairwise
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -221,7 +222,7 @@ def test_the_steps_add_up_to_the_gain(runner):
     runs = {name: run_at_known_costs(name, load) for name in ("vllm", *COMPARED)}
     explanation = explain_gain(runner, runs, CHUNK, BATCH)
     steps = explanation.steps
-    assert steps[0].step.startswith("products, ") and len(steps) == 8 and not explanation.busy
+    assert steps[0].name.startswith("products, ") and len(steps) == 8 and not explanation.busy
     assert explanation.difference == pytest.approx(0, abs=1e-9)
     for policy in COMPARED:
         summed, run, whole_run = (ms_per_token(step, policy) for step in steps[-3:])
@@ -254,19 +255,21 @@ def test_the_steps_add_up_to_the_gain(runner):
     assert filled.sarathi_ms > chunk_rate.sarathi_ms  # the last chunks of prompts are shorter
 
 
-def test_a_busy_machine_explains_nothing(runner, capsys):
+def test_a_busy_machine_explains_nothing(runner, monkeypatch, capsys):
     load = load_of(3)
     runs = {name: run_at_known_costs(name, load) for name in COMPARED}
+    monkeypatch.setattr(offline, "runner_for", lambda model: lambda *_: runner)
     for busy, title in ((False, "Where the gain goes: "), (True, "Where the gain goes (busy)")):
         runs["sarathi"].busy = busy
-        explanation = explain_gain(runner, runs, CHUNK, BATCH)
-        offline.print_explanation(explanation)
+        options = SimpleNamespace(load=load, chunk=CHUNK, model=SimpleNamespace(attention="auto"))
+        report = offline.explain(runner.model, runs, options)
         text = capsys.readouterr().out
-        assert explanation.busy == busy and title in text
-        assert all(f"{step.gain:.3f}x |" in text for step in explanation.steps)
+        assert report["busy"] == busy and title in text
+        steps = report["steps"]
+        assert all(f"{step['gain']:.3f}x |" in text for step in steps)
         losses = {}
-        for before, after in zip(explanation.parts, explanation.parts[1:], strict=False):
-            losses[after.step] = after.gain / before.gain
+        for before, after in pairwise(steps[:-2]):
+            losses[after["step"]] = after["gain"] / before["gain"]
         largest = min(losses, key=losses.get)
         assert (f"most is lost to {largest.strip('+ ')}, " in text) != busy
     last_rounds = [

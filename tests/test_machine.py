@@ -32,28 +32,24 @@ def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeyp
     load = ["--qps", "1", "--classes", "realtime=0.5", "--policies", "vllm,sarathi-serve"]
     bench.main(["serve", *TINY, "--page-size", "8", *load, "--requests", "2"])
     real = printed_tables(capsys.readouterr().out)
-    files = {option: tmp_path / f"run.{option}" for option in ("csv", "json")}
-    options = [word for option, file in files.items() for word in (f"--{option}", str(file))]
-    bench.main(["serve", *YI, *load, "--requests", "20", *options])
+    files = [f"--csv={tmp_path}/run.csv", f"--json={tmp_path}/run.json"]
+    bench.main(["serve", *YI, *load, "--requests", "20", *files])
     text = capsys.readouterr().out
-    report = json.loads(files["json"].read_text())
+    report = json.loads((tmp_path / "run.json").read_text())
     tables = printed_tables(text)
     assert [table[0] for table in tables] == [table[0] for table in real] and len(tables) == 2
     heading = "2 x A100-80GB, TP 2 x PP 1, 0 ms of CPU per iteration and stage\nyi-34b, 16 bits\n"
     assert text.startswith(f"simulated: {heading}")
     cost = CostModel(GEOMETRIES["yi-34b"], A100, tp=2)
     assert report["base"]["seconds"] == pytest.approx(cost.seconds([(0, 4095, 1)] * 32))
-    assert report["slo_s"] == pytest.approx(5 * report["base"]["seconds"])
     assert f"memory: {cost.kv_tokens():,} tokens of KV cache" in text and A100.source in text
-    rows = list(csv.DictReader(files["csv"].read_text().splitlines()))
-    sizes = ("prompt_tokens", "output_tokens", "arrival")
+    rows = list(csv.DictReader((tmp_path / "run.csv").read_text().splitlines()))
+    sizes = ("arrival", "prompt_tokens", "output_tokens")
     served = [tuple(float(row[name]) for name in sizes) for row in rows]
     arrivals = poisson(sample_lengths("sharegpt4", 20, 8192, 0), 1.0, 0)
-    assert served == [(a.prompt_len, a.output_len, a.time) for a in arrivals] * 2
+    assert served == [arrival[:3] for arrival in arrivals] * 2
     for line, (name, row) in zip(tables[0][1:], report["runs"].items(), strict=True):
-        p50 = statistics.median(
-            float(request["ttft_s"]) for request in rows if request["policy"] == name
-        )
+        p50 = statistics.median(float(each["ttft_s"]) for each in rows if each["policy"] == name)
         assert row["ttft_s"]["p50"] == pytest.approx(p50) and line[:2] == [name, f"{p50:.2f}"]
         assert row["finished"] == 20 and row["own_fraction"] == 0
 
@@ -120,42 +116,29 @@ def test_an_impossible_machine_is_refused_before_any_output(command, words, mess
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.5])
-@pytest.mark.parametrize("command", ["serve", "capacity"])
+@pytest.mark.parametrize("command, load", [("serve", "--requests 1 --qps 1"), ("capacity", "")])
 def test_this_machine_is_simulated_with_the_law_of_its_profile(
-    command, drift, tmp_path, capsys, monkeypatch
+    command, load, drift, tmp_path, capsys, monkeypatch
 ):
-    """By both in `serve`, in the same tables and files; predictions are off by 1 to 24 %."""
+    """By both in `serve`, in the same tables; predictions are off by 1 to 24 %."""
     fitted, checked = machine.profile_cases(64)
     timed_cases = []
-    drawn_runs = []
-
-    def law(budget, context, decodes):
-        return 0.5 + 0.25 * (budget - decodes) + 0.125 * decodes
 
     def time_iterations(runner, cases):
         timed_cases.extend(cases)
         errors = [0] * len(fitted) + [i / 100 for i in range(1, 25)]
         return [
-            Profiled(*case, law(*case) / (1 + error))
-            for case, error in zip(cases, errors, strict=True)
+            Profiled(*case, (0.5 + 0.25 * (case.budget - case.decodes) + 0.125 * case.decodes) / e)
+            for case, e in zip(cases, [1 + error for error in errors], strict=True)
         ]
 
     monkeypatch.setattr(machine, "time_iterations", time_iterations)
     monkeypatch.setattr(measure, "steadily", lambda function, *_, **__: (function(), drift))
     monkeypatch.setattr(measure.Probe, "take", lambda *_: 0.0)  # of real runs: nobody else is here
-    monkeypatch.setattr(
-        "lab.pictures.timelines.plot_serving", lambda runs, *_: drawn_runs.append(runs)
-    )
     file = tmp_path / "this.json"
-    load = "--lengths 10+3 --policies sarathi-serve,vllm --slo 1000"
-    argv = [*TINY, "--page-size", "8", *load.split(), "--json", str(file)]
-    if command == "serve":
-        files = {"csv": "a.csv", "html": "a.html", "plot": "a.png"}
-        file_options = [f"--{option}={tmp_path / name}" for option, name in files.items()]
-        argv += ["--requests", "1", "--qps", "1", *file_options]
-    else:
-        argv += ["--requests", "16"]
-    bench.main([command, *argv, "--simulate", "this"])
+    load = f"--lengths 10+3 --policies sarathi-serve,vllm --slo 1000 {load or '--requests 16'}"
+    argv = [command, *TINY, "--page-size=8", *load.split(), f"--json={file}", "--simulate=this"]
+    bench.main(argv)
     text = capsys.readouterr().out
     report = json.loads(file.read_text())
     assert timed_cases == fitted + checked and not set(fitted) & set(checked)
@@ -165,10 +148,9 @@ def test_this_machine_is_simulated_with_the_law_of_its_profile(
     busy = drift > measure.BUSY
     off = {"p50": 0.125, "p90": 0.217, "p99": 0.2377, "max": 0.24}
     assert info["prediction_error"] == pytest.approx(off, abs=1e-4)
-    conclusion = (
-        measure.TOO_BUSY if busy else "off by 12.5% in the median, 21.7% at P90, 24.0% at most"
-    )
-    assert f"\npredictions of 24 others: {conclusion}\n" in text and info["profile_busy"] == busy
+    quality = "off by 12.5% in the median, 21.7% at P90, 24.0% at most"
+    said = measure.TOO_BUSY if busy else quality
+    assert f"\npredictions of 24 others: {said}\n" in text and info["profile_busy"] == busy
     if command == "capacity":
         assert list(report["results"]) == ["sarathi-serve", "vllm"]
         return
@@ -182,10 +164,6 @@ def test_this_machine_is_simulated_with_the_law_of_its_profile(
         if simulated:
             assert row["ttft_s"]["p50"] == pytest.approx(3.0, rel=1e-3)
             assert row["tbt_s"]["max"] == pytest.approx(0.625, rel=1e-3)
-    rows = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
-    assert [row["policy"] for row in rows] == names == list(drawn_runs[0])
-    page = (tmp_path / "a.html").read_text()
-    assert all(f'"name": "{name}"' in page for name in names)
     sure = names[::2] if busy else names
     assert report["conclusion"].endswith(f"met by {'; '.join(sure)}.")
 

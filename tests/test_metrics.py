@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from cli.options import plain
 from lab.measure.metrics import (
     Percentiles,
     Stall,
@@ -69,22 +70,14 @@ def three_requests():
     return completions, iterations
 
 
-class Marks:
-    """What `percentiles` returns, nearly."""
-
-    def __init__(self, p50, p90, p99, largest):
-        self.expected = pytest.approx((p50, p90, p99, largest))
-
-    def __eq__(self, percentiles):
-        return astuple(percentiles) == self.expected
-
-
-marks = Marks
+def marks(percentiles):
+    """Percentiles as a tuple that another may equal nearly."""
+    return pytest.approx(astuple(percentiles))
 
 
 def test_percentiles_are_interpolated_linearly_and_none_is_no_value():
-    assert percentiles([3, 1, 2, 0]) == marks(1.5, 2.7, 2.97, 3)
-    assert percentiles([None, 5.0]) == marks(5.0, 5.0, 5.0, 5.0)
+    assert marks(percentiles([3, 1, 2, 0])) == (1.5, 2.7, 2.97, 3)
+    assert percentiles([None, 5.0]) == Percentiles(5.0, 5.0, 5.0, 5.0)
     nothing = Percentiles(p50=None, p90=None, p99=None, max=None)
     assert percentiles([]) == percentiles([None]) == nothing
 
@@ -183,19 +176,19 @@ def test_the_summary_of_a_run_equals_a_calculation_by_hand():
     }  # fmt: skip
     assert {key: getattr(summary, key) for key in expected} == pytest.approx(expected)
     # the gaps: 0.25 five times, 0.5 and 0.75 and 1.25 twice, 2.25
-    assert summary.tbt_s == marks(0.5, 1.25, 1.25 + 0.89, 2.25)
-    assert summary.ttft_s == marks(2.25, 2.65, 2.74, 2.75)
-    assert summary.scheduling_delay_s == marks(0.25, 1.25, 1.475, 1.5)
-    assert summary.latency_s == marks(5.125, 5.225, 5.2475, 5.25)
+    assert marks(summary.tbt_s) == (0.5, 1.25, 1.25 + 0.89, 2.25)
+    assert marks(summary.ttft_s) == (2.25, 2.65, 2.74, 2.75)
+    assert marks(summary.scheduling_delay_s) == (0.25, 1.25, 1.475, 1.5)
+    assert marks(summary.latency_s) == (5.125, 5.225, 5.2475, 5.25)
     stalls = summary.stalls
     assert stalls.longest == Stall(
         request_id=0, start=1.25, end=3.5, prefill_tokens=8, caused_by=1, seconds=2.25
     )
     assert (stalls.count, stalls.over_slo) == (6, None)
-    assert stalls.length_s == marks(0.75, 1.75, 2.2, 2.25)
+    assert marks(stalls.length_s) == (0.75, 1.75, 2.2, 2.25)
     summary_fields = dict(p50_tbt_s=0.5, p99_tbt_s=2.14, p50_ttft_s=2.25, p99_ttft_s=2.74)
     summary_fields |= dict(longest_stall_s=2.25, p50_delay_s=0.25)
-    report = summary.to_json()
+    report = plain(summary)
     assert {key: report[key] for key in summary_fields} == pytest.approx(summary_fields)
     over = [summary_of(tbt_slo_s=slo).stalls.over_slo for slo in (1.0, 1.25)]
     assert over == [2, 1]  # 1.25 meets 1.25
@@ -203,10 +196,9 @@ def test_the_summary_of_a_run_equals_a_calculation_by_hand():
 
 def test_a_run_of_nothing_has_counts_but_no_measurements():
     summary = summarize_run([], [], seconds=0.0)
-    nothing = percentiles([])
     assert (summary.requests, summary.finished, summary.iterations) == (0, 0, 0)
     times = [summary.ttft_s, summary.tbt_s, summary.scheduling_delay_s, summary.latency_s]
-    assert [summary.stalls.length_s, *times] == [nothing] * 5
+    assert [summary.stalls.length_s, *times] == [percentiles([])] * 5
     rates = ("tokens_per_s", "hybrid", "running_mean", "tokens_per_iteration", "running_peak")
     assert {getattr(summary, key) for key in rates} == {None}
 
@@ -264,8 +256,14 @@ def test_each_request_has_a_row_with_its_own_numbers():
     assert text.getvalue().splitlines()[-1] == last
     queue = summarize_queue(one_server([1.0] * 40, [1.1] * 40))
     summary = summarize_run(completions, iterations, 8.0)
-    report = [summary.to_json(), rows, asdict(queue)]
-    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    text = json.dumps([summary, rows, queue], allow_nan=False, default=plain)
+    assert json.loads(text) == [{**asdict(summary), **numbers_of(summary)}, rows, asdict(queue)]
+
+
+def numbers_of(summary):
+    """Those that JSON and tables have by names of their own."""
+    names = ("p50_ttft_s", "p99_ttft_s", "p50_tbt_s", "p99_tbt_s", "p50_delay_s", "longest_stall_s")
+    return {name: getattr(summary, name) for name in names}
 
 
 def one_server(gaps, services):
@@ -291,9 +289,7 @@ def test_a_queue_grows_where_more_arrive_than_are_scheduled():
     message = "the queue grew: median delay of 1.45 s in the second quarter and 3.45 s in the last"
     assert missed(summarize_run(one_server(steady, [1.1] * 40), [], 44.0), 1.0) == message
     shuffled = one_server(steady, [1.1] * 40)
-    for one, other in zip(
-        shuffled[::2], shuffled[1::2], strict=True
-    ):  # not first come, first served
+    for one, other in zip(shuffled[::2], shuffled[1::2], strict=True):  # not first come first
         one.scheduled, other.scheduled = other.scheduled, one.scheduled
     assert summarize_queue(shuffled).grew
     idle = summarize_queue(one_server(steady, [0.5] * 40))

@@ -13,11 +13,13 @@ import bench
 from lab.commands import offline
 from lab.measure import metrics, offline_load, timing, workload
 from lab.measure.decode_maximal import DecodeMaximal, HybridTime, measure_decode_maximal
-from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
+from lab.measure.offline_load import OfflineLoad, PolicyRun, policy_runs, run_policies
 from lab.measure.run_loop import LoadRun, Run
 from policies.observers import ChunkRecord, Iteration
 from request import Completion
 from tests.helpers import machine_info, tiny_model
+
+SIZES = {"context": 20, "batch": 3, "chunk": 12}
 
 
 @pytest.fixture(autouse=True)
@@ -32,55 +34,42 @@ def load_of(**changes):
     return OfflineLoad(**defaults | changes)
 
 
-def test_a_cost_below_the_noise_is_not_a_speedup(monkeypatch):
+@pytest.mark.parametrize("spread, busy", [(0.1, False), (0.21, True)])
+def test_a_cost_below_the_noise_is_not_a_speedup(spread, busy, monkeypatch):
     """Only the hybrid batch's total is worth a number here: its products are lost in the noise.
 
     And the gain that is promised: the products of 10 tokens of whole prompts and 2 / 3 of a
     decode-only batch, over those of 12 rows that all cost what one of a whole prompt does.
     """
-    milliseconds = {
-        ("prompt", "total"): 200,
-        ("prompt", "ffn_ln1"): 140,
-        ("prefill-only", "total"): 100,
-        ("prefill-only", "ffn_ln1"): 80,
-        ("decode-maximal", "total"): 110,
-        ("decode-maximal", "ffn_ln1"): 81,
-        ("decode-only", "total"): 30,
-        ("decode-only", "ffn_ln1"): 20,
-    }
-    spread = 0.1
+    total_ms = {"prompt": 200, "prefill-only": 100, "decode-maximal": 110, "decode-only": 30}
+    products_ms = {"prompt": 140, "prefill-only": 80, "decode-maximal": 81, "decode-only": 20}
+    head_ms = dict.fromkeys(total_ms, 0) | {"prompt": 14}  # no part of what is promised
+    ms_of = {"total": total_ms, "ffn_ln1": products_ms, "head": head_ms}
 
-    def interleaved(variants, device, repeats, title=None, limit_s=None):
-        return {key: timing.Timing(milliseconds.get(key, 0), spread) for key in variants}
+    def interleaved(variants, *_, **settings):
+        return {
+            (name, part): timing.Timing(ms_of[part][name] if part in ms_of else 0, spread)
+            for name, part in variants
+        }
 
     monkeypatch.setattr(timing, "interleaved", interleaved)
     machine = machine_info(flops_per_s=1e12, bytes_per_s=1e10)
-    sizes = {"context": 20, "batch": 3, "chunk": 12}
-    table = measure_decode_maximal(tiny_model(), machine, **sizes)
+    table = measure_decode_maximal(tiny_model(), machine, **SIZES)
     promised = (10 * 140 / 20 + 20 * 2 / 3) / (12 * 140 / 20)
     assert table.promised_gain == pytest.approx(promised)
-    assert table.prompt.prefill_token_ms == 200 / 20 and table.prompt.decode_token_ms is None
-    assert table.speedup == pytest.approx((30 / 3) / (10 / 2))
-    assert table.products_speedup is None
-    assert table.decode_maximal.decode_token_ms == 5 and table.decode_only.decode_token_ms == 10
-    assert table.prefill_only.prefill_token_ms == 100 / 10
-    assert table.decode_maximal.prefill_token_ms == 100 / 10
-    assert table.prefill_only.decode_token_ms is None
-    assert table.decode_only.prefill_token_ms is None
-    counts = [(row.prefill_tokens, row.decodes) for row in table.rows.values()]
-    assert counts == [(20, 0), (10, 0), (0, 3), (10, 2)]
-    for row in table.rows.values():
+    rows = table.rows.values()
+    assert [(row.prefill_tokens, row.decodes) for row in rows] == [
+        *[(20, 0), (10, 0)],
+        *[(0, 3), (10, 2)],
+    ]
+    assert [row.prefill_token_ms for row in rows] == [10, 10, None, 10]
+    assert [row.decode_token_ms for row in rows] == [None, None, 10, 5]
+    assert table.speedup == (pytest.approx(10 / 5) if not busy else None)
+    assert table.products_speedup is None and table.device_speedup is None
+    assert table.busy == busy and {row.busy for row in rows} == {busy}
+    for row in rows:
         parts_ms = row.products_ms + row.attention_ms + row.other_ms
         assert parts_ms == pytest.approx(row.total_ms) or row.other_ms == 0
-        assert not row.busy
-    report = table.to_json()
-    assert list(report["decode_maximal"]) == list(table.rows)
-    speedups = {"total": table.speedup, "products": None, "device": None}
-    assert report["decode_speedup"] == speedups
-
-    spread = 0.21
-    table = measure_decode_maximal(tiny_model(), machine, **sizes)
-    assert table.busy and all(row.busy for row in table.rows.values())
 
 
 def test_decodes_that_ride_for_nothing_are_not_launches_that_do(monkeypatch, capsys):
@@ -88,7 +77,7 @@ def test_decodes_that_ride_for_nothing_are_not_launches_that_do(monkeypatch, cap
     the device's time tells that a decode costs 2 ms riding and 5 / 3 ms alone."""
     device_ms = {"prompt": 35.0, "prefill-only": 20.0, "decode-only": 5.0, "decode-maximal": 24.0}
 
-    def interleaved(variants, device, repeats, title=None, limit_s=None):
+    def interleaved(variants, *_, **settings):
         return {key: timing.Timing(40.0, 0.0) for key in variants}
 
     def launch_timings(launches, device):
@@ -96,39 +85,36 @@ def test_decodes_that_ride_for_nothing_are_not_launches_that_do(monkeypatch, cap
 
     monkeypatch.setattr(timing, "interleaved", interleaved)
     monkeypatch.setattr(timing, "launch_timings", launch_timings)
-    table = measure_decode_maximal(tiny_model(), machine_info(), context=20, batch=3, chunk=12)
+    table = measure_decode_maximal(tiny_model(), machine_info(), **SIZES)
     assert table.speedup is None  # for nothing, it seems
     assert table.device_speedup == pytest.approx((5 / 3) / (4 / 2))
-    assert table.to_json()["decode_speedup"]["device"] == table.device_speedup
-    options = SimpleNamespace(chunk=12, batch=3, seq_len=20)
-    offline.print_decode_maximal(table, options)
+    offline.print_decode_maximal(table, SimpleNamespace(chunk=12, batch=3, seq_len=20))
     text = capsys.readouterr().out
     assert "of the time of the device 0.8x" in text and "launch | device |" in text
-    bound = "prompt, prefill-only, decode-only, decode-maximal"
-    assert f"bound by launches, not by the device: {bound}\n" in text
+    assert f"bound by launches, not by the device: {', '.join(device_ms)}\n" in text
 
 
-def hybrid_time(decode_token_ms=1.0, busy=False):
-    """A HybridTime in which all else is 7."""
-    parts = ("total", "attention", "preproj", "postproj", "ffn_ln1", "ffn_ln2", "head", "products")
+def hybrid_time(decodes=7, **changes):
+    """A HybridTime in which all else is 7, and a decode costs 2 ms."""
+    parts = ("attention", "preproj", "postproj", "ffn_ln1", "ffn_ln2", "head", "products")
     row = {f"{part}_ms": 7.0 for part in (*parts, "attention_limit", "other")}
-    row |= {"spread": 0.0, "prefill_tokens": 7, "decodes": 7, "prefill_token_ms": 7.0}
-    return HybridTime(**row, decode_token_ms=decode_token_ms, busy=busy)
+    row |= {"spread": 0.0, "busy": False, "prefill_tokens": 7, "decodes": decodes}
+    return HybridTime(**row | {"total_ms": 7.0 + 2 * decodes, "prefill_ms": 7.0} | changes)
 
 
 def table_2(**changes):
     """A DecodeMaximal in which a decode costs 8 ms alone and 2 ms riding."""
-    rows = {"prompt": hybrid_time(), "prefill_only": hybrid_time()}
-    rows |= {"decode_only": hybrid_time(8.0), "decode_maximal": hybrid_time(2.0)}
-    numbers = {"speedup": 4.0, "products_speedup": 4.0, "promised_gain": 1.25}
-    return DecodeMaximal(**rows | numbers | changes)
+    rows = {"prompt": hybrid_time(0), "prefill_only": hybrid_time(0)}
+    rows["decode_only"] = hybrid_time(7, total_ms=63.0)
+    return DecodeMaximal(**rows | {"decode_maximal": hybrid_time(6)} | changes)
 
 
 def test_no_negative_cost_is_printed(capsys):
-    table = table_2(decode_maximal=hybrid_time(-6.33))
+    table = table_2(decode_maximal=hybrid_time(6, total_ms=1.0))
     offline.print_decode_maximal(table, SimpleNamespace(chunk=12, batch=3, seq_len=20))
-    text = capsys.readouterr().out
-    assert "6.33" not in text and "| 7 + 7" in text.replace("  ", "")
+    *_, row = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [cell.strip() for cell in row.split("|")][1:3] == ["decode-maximal", "7 + 6"]
+    assert row.split("|")[-2].strip() == "-"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +126,7 @@ def test_no_negative_cost_is_printed(capsys):
     ],
 )
 def test_a_slow_machine_serves_fewer_requests_but_a_full_round(token_ms, requests):
-    hybrid = replace(hybrid_time(), prefill_tokens=7, decodes=3, total_ms=10 * token_ms)
+    hybrid = hybrid_time(3, total_ms=10 * token_ms)
     options = options_of("--pd-ratio", "1e9")  # 1,000 tokens, the one of the output is not computed
     assert (options.requests, len(options.policies)) == (19, 5)
     assert offline.affordable_requests(table_2(decode_maximal=hybrid), options) == requests
@@ -186,7 +172,7 @@ def test_fewer_requests_are_served_only_where_none_are_asked_for(
     text = capsys.readouterr().out
     assert f"\n2. End to end: {served} requests of" in text
     assert f"\nserving {served} requests under each policy, " in text
-    assert json.loads(file.read_text())["options"]["requests"] == served
+    assert len(json.loads(file.read_text())["end_to_end"]) == 1
 
 
 def test_requests_whose_output_depends_on_the_policy_are_counted():
@@ -196,11 +182,6 @@ def test_requests_whose_output_depends_on_the_policy_are_counted():
     rows["sarathi"].run.completions[1].tokens[-1] += 1
     line = offline.equal_tokens_line(rows, "bfloat16")
     assert line.startswith("same text under all 2 policies: 1 of 2 requests; in bfloat16 a ")
-
-
-def rows_of(policies, load=None):
-    """What run_policies yields, by policy."""
-    return dict(run_policies(tiny_model(), policies, load or load_of(), chunk=12))
 
 
 def run_of(iterations, seconds, drift=0.1):
@@ -223,26 +204,16 @@ FULL = [  # request 3 is admitted at 3.0 and request 6 at 8.0: 5 + 5 + 6 tokens 
     Iteration(6.5, 7.5, [ChunkRecord(5, 0, 6, False)]),
     Iteration(8.0, 9.0, [ChunkRecord(6, 0, 9, False)]),
 ]
+FAST = [iteration._replace(start=iteration.start / 2) for iteration in FULL]
 
 
-def test_rows_of_the_policies_summarize_their_runs(monkeypatch):
-    runs = {}
-    served = []
-
-    def serve_in_turns(model, configs, arrivals, prompts, progress, ended, recorders):
-        served.extend((c.policy, c.chunk, c.max_batch, c.max_len) for c in configs.values())
-        lengths = [len(prompt) for prompt in prompts]
-        assert lengths == [arrival.prompt_len for arrival in arrivals] == [15] * 7
-        return [(name, runs[name]) for name in configs]
-
-    monkeypatch.setattr(offline_load, "serve_in_turns", serve_in_turns)
-    runs["request-level"] = run_of(STALLING, 4.0)
-    runs["vllm"] = run_of(STALLING + FULL, 2.0)
-    rows = rows_of(["vllm", "request-level"])
+def test_rows_of_the_policies_summarize_their_runs():
+    """Those of policies that were run, request-level first; too short a run has no full round."""
+    runs = {"vllm": run_of(STALLING + FULL, 2.0), "request-level": run_of(STALLING, 4.0)}
+    rows = policy_runs(["vllm", "sarathi", "request-level"], runs, batch=3)
     assert list(rows) == ["request-level", "vllm"]
-    assert served == [(name, 12, 3, 20) for name in rows]
     base = rows["request-level"]
-    report = base.to_json()
+    report = offline.row_json(base)
     expected = {
         "iterations": 3,
         "tokens_per_iteration": 6,
@@ -253,61 +224,22 @@ def test_rows_of_the_policies_summarize_their_runs(monkeypatch):
         "whole_run_gain": 1,
     }
     assert {key: report[key] for key in expected} == pytest.approx(expected)
-    assert base.tokens_per_s is base.gain is None and not base.busy  # too few requests
-    assert report["tokens_per_s"] is None
+    assert base.tokens_per_s is base.gain is report["tokens_per_s"] is None and not base.busy
     assert rows["vllm"].tokens_per_s == pytest.approx(16 / 5)
     assert rows["vllm"].whole_run_gain == 2 and rows["vllm"].gain is None  # the base has none
-    assert base.run == runs["request-level"]
 
-    fast = [replace_start(iteration, iteration.start / 2) for iteration in FULL]
-    runs["request-level"] = run_of(STALLING + FULL, 4.0, drift=0.3)
-    runs["vllm"] = run_of(STALLING + fast, 2.0, drift=0.3)
-    rows = rows_of(["vllm", "request-level"])
+    runs["request-level"] = run_of(STALLING + FULL, 4.0)
+    runs["vllm"] = run_of(STALLING + FAST, 2.0, drift=0.3)
+    rows = policy_runs(["vllm", "request-level"], runs, batch=3)
     assert rows["request-level"].gain == 1 and rows["vllm"].gain == pytest.approx(2)
-    assert rows["vllm"].busy
-
-    runs["orca"] = run_of(STALLING + FULL, 4.0)
-    rows = rows_of(["orca"])
-    assert rows["orca"].gain is rows["orca"].whole_run_gain is None  # request-level was not run
-
-
-def test_policies_that_are_done_are_kept_when_the_others_are_interrupted(monkeypatch):
-    def serve_in_turns(model, configs, *_):
-        yield "vllm", run_of(STALLING + FULL, 2.0)
-        yield "request-level", run_of(STALLING + FULL, 4.0)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(offline_load, "serve_in_turns", serve_in_turns)
-    rows = {}
-    with pytest.raises(KeyboardInterrupt):
-        for name, row in run_policies(
-            tiny_model(), ["vllm", "request-level", "sarathi"], load_of(), chunk=12
-        ):
-            rows[name] = row
-    assert list(rows) == ["request-level", "vllm"] and rows["vllm"].whole_run_gain == 2
-
-
-def test_a_policy_is_yielded_as_soon_as_it_is_done(monkeypatch):
-    done = []
-
-    def ended(name, seconds):
-        done.append(name)
-        if len(done) == 2:
-            raise KeyboardInterrupt
-
-    rows = []
-    with pytest.raises(KeyboardInterrupt):
-        rows.extend(run_policies(tiny_model(), ["vllm", "orca"], load_of(), chunk=12, ended=ended))
-    assert [name for name, _ in rows] == done[:1]
-
-
-def replace_start(iteration, start):
-    """The same Iteration with another start."""
-    return iteration._replace(start=start)
+    assert rows["vllm"].busy and not rows["request-level"].busy
+    (alone,) = policy_runs(["vllm"], runs, batch=3).values()
+    assert alone.gain is alone.whole_run_gain is None  # request-level was not run
 
 
 def test_the_engine_that_has_used_the_least_time_is_next(monkeypatch):
-    """And its clock stands still while it is the turn of others."""
+    """Its clock stands still while it is the turn of others, and its run is there when it is done,
+    so that an interrupt of the others does not lose it."""
     used_s = {}  # of each that is not done
     order = []
     looks = count()  # a look at the clock takes 1 s
@@ -330,20 +262,21 @@ def test_the_engine_that_has_used_the_least_time_is_next(monkeypatch):
 
     monkeypatch.setattr(offline_load, "LoadRun", Spy)
     monkeypatch.setattr(offline_load.time, "perf_counter", lambda: float(next(looks)))
-    rows = rows_of(["vllm", "request-level", "sarathi"])
-    assert list(rows) == ["request-level", "vllm", "sarathi"]
+    tokens = []
+    policies = ["vllm", "request-level", "sarathi"]
+    load = load_of()
+    runs = {}
+    for name, run in run_policies(tiny_model(), policies, load, chunk=12, progress=tokens.append):
+        runs[name] = run
+        assert len(used_s) == 3 - len(runs)  # as soon as it is done
     turns = [pair for pair in pairwise(order) if pair[0] is not pair[1]]
-    assert not used_s and len(set(order)) == 3 and len(turns) > 3  # not one after the other
-    assert rows["request-level"].gain == rows["request-level"].whole_run_gain == 1
+    assert len(set(order)) == 3 and len(turns) > 3  # not one after the other
+    assert runs.keys() == {*policies} and sum(tokens) == 3 * load.tokens
+    rows = policy_runs(policies, runs, load.batch)
     assert all(row.gain > 0 and row.whole_run_gain > 0 for row in rows.values())
-    for load in order:
-        assert len(load.completions) == 7
-        assert all(a.start < a.end < b.start for a, b in pairwise(load.iterations))
-
-
-def test_requests_in_lockstep_are_all_alike():
-    load = load_of(seq_len=1000, pd_ratio=256 / 5, requests=9, batch=6, lockstep=True)
-    assert {arrival[:3] for arrival in load.arrivals()} == {(0.0, 981, 19)}
+    for each in order:
+        assert len(each.completions) == 7
+        assert all(a.start < a.end < b.start for a, b in pairwise(each.iterations))
 
 
 def test_the_load_is_balanced_and_the_same_for_all():
@@ -354,6 +287,8 @@ def test_the_load_is_balanced_and_the_same_for_all():
     tokens = workload.prompts(arrivals, 256, load.seed)
     assert tokens == workload.prompts(load.arrivals(), 256, load.seed)
     assert [len(prompt) for prompt in tokens] == [981] * 9
+    alike = replace(load, lockstep=True)
+    assert {arrival[:3] for arrival in alike.arrivals()} == {(0.0, 981, 19)}
     for ratio, output in ((1e9, 1), (1e-9, 999)):  # at least a token of each
         arrivals = load_of(seq_len=1000, pd_ratio=ratio, requests=3).arrivals()
         assert arrivals[-1][1:3] == (1000 - output, output)
@@ -369,22 +304,22 @@ def policy_run(longest_stall_s, *, gain=None, busy=False):
 
 @pytest.mark.parametrize("busy", ["", "table", "policies"])
 def test_the_conclusion_says_what_was_measured(busy):
-    decode_only = hybrid_time(8.0, busy=busy == "table")
+    decode_only = hybrid_time(7, total_ms=63.0, products_ms=7.0, busy=busy == "table")
     rows = {
         "vllm": policy_run(1.1149, busy=busy == "policies"),
         "sarathi": policy_run(0.25, gain=1.0),
     }
 
-    def conclude(speedup=4.0):
-        table = table_2(decode_only=decode_only, speedup=speedup)
-        return " ".join(offline.conclude(table, rows, chunk=32).split())
+    def conclude(**changes):
+        table = table_2(decode_only=decode_only, prompt=hybrid_time(0, head_ms=0.0), **changes)
+        return " ".join(offline.conclude(table, rows, 32, {}).split())
 
     text = conclude()
+    promised = f"bare products promise {(7 * 1 + 6 * 7 / 7) / 13:.2f}x request-level's"
     parts = {
         "policies": "3. Longest stalls, which chunks are for: vllm 1.11 s, sarathi 0.25 s. ",
         "table": "Cost of a decode: 8.00 ms in a batch of its own, 2.00 ms riding with a chunk. ",
-        "both": "Throughput at chunk 32: bare products promise 1.25x request-level's, sarathi "
-        "runs at 1.00x.",
+        "both": f"Throughput at chunk 32: {promised}, sarathi runs at 1.00x.",
     }
     for part, sentence in parts.items():
         is_sure = part != busy and not (busy and part == "both")
@@ -392,23 +327,18 @@ def test_the_conclusion_says_what_was_measured(busy):
         assert (sentence in text) == is_sure
         assert (f"{subject}: {timing.TOO_BUSY}." in text) != is_sure
     if not busy:
-        assert "its own, less than the noise riding with a chunk." in conclude(speedup=None)
+        noise = hybrid_time(6, total_ms=7.0)
+        assert "own, less than the noise riding with a chunk." in conclude(decode_maximal=noise)
         rows["sarathi"] = policy_run(0.25)
-        text = conclude()
-        assert text.startswith("3. Longest") and text.endswith("promise 1.25x request-level's.")
+        assert conclude().endswith(f"{promised}.")
 
 
 def test_the_table_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
-    summarized = []
-    summarize_policy = offline_load.summarize_policy
+    def interrupted(*args, **settings):
+        yield "request-level", run_of(STALLING + FULL, 4.0)
+        raise KeyboardInterrupt
 
-    def interrupted(run, batch):
-        if summarized:  # while the second is summed up
-            raise KeyboardInterrupt
-        summarized.append(run)
-        return summarize_policy(run, batch)
-
-    monkeypatch.setattr(offline_load, "summarize_policy", interrupted)
+    monkeypatch.setattr(offline, "run_policies", interrupted)
     monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.5)
     argv = "--preset llama-tiny --chunk 32 --batch 3 --seq-len 80 --device cpu --dtype float32"
     json_file = tmp_path / "json.png"
@@ -421,7 +351,7 @@ def test_the_table_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
     assert "measured limits (busy): " in text and "| decode-only (busy) " in text
     assert "| request-level" in text and list(report["end_to_end"]) == ["request-level"]
     files = f"wrote {json_file}\nwrote {plot_file}\n"
-    assert text.endswith(f"interrupted: what was measured is above\n{files}")
+    assert text.endswith(f"interrupted: what was measured until then is kept\n{files}")
     assert report["decode_maximal"] and "conclusion" not in report
     assert plot_file.exists()
 

@@ -555,7 +555,7 @@ def test_serving_claims_share_a_machine_and_print_nothing(tiny, capsys):
     busier = tiny.serve(["vllm"], load=1.0, **load)
     assert busier.records["vllm"] is not served.records["vllm"]
     assert list(served.runs) == ["vllm", "sarathi-serve:8"]
-    assert served.runs["vllm"].summary.finished == 6
+    assert served.runs["vllm"].finished == 6
     gains = tiny.gains(["request-level", "sarathi:2"], Lockstep(16, 2, 4, 5), pd_ratio=4)
     assert gains.keys() == {"request-level", "sarathi:2"} and gains["request-level"] == 1
     assert capsys.readouterr().out == ""

@@ -123,8 +123,9 @@ def test_one_stage_is_refused(capsys):
 def test_an_interrupt_keeps_the_policies_that_are_done(tmp_path, monkeypatch):
     model = object.__new__(Shard)
     model.config = SimpleNamespace(vocab_size=61)
-    done = SimpleNamespace(config=None, summary=row(30, 6).real, stage_runs=["real"])
-    simulated = Mock(stage_runs=["simulated"])
+    stage_runs = [SimpleNamespace(stage=0)]
+    done = SimpleNamespace(config=None, summary=row(30, 6).real, stage_runs=stage_runs)
+    simulated = Mock(stage_runs=stage_runs)
     monkeypatch.setattr(pipeline, "resolve_model", lambda options: options)
     monkeypatch.setattr(pipeline, "load_model", lambda *_, **__: model)
     monkeypatch.setattr(pipeline, "measure_machine", lambda *_: machine_info())
@@ -132,11 +133,12 @@ def test_an_interrupt_keeps_the_policies_that_are_done(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "serve_pipeline", Mock(side_effect=[done, KeyboardInterrupt]))
     monkeypatch.setattr(pipeline, "simulate", lambda *_: simulated)
     monkeypatch.setattr(pipeline, "summarize", lambda *_: row(30, 6).simulated)
-    monkeypatch.setattr(pipeline, "chrome_trace", lambda stage_runs: " ".join(stage_runs))
+    monkeypatch.setattr(pipeline, "trace_event", lambda name, track, run: [name, track])
     drawn = []
     monkeypatch.setattr(pipeline, "draw_beginnings", lambda rows, *_: drawn.extend(rows))
     files = [f"--json={tmp_path}/r", f"--chrome-trace={tmp_path}/t", f"--plot={tmp_path}/p.png"]
     with pytest.raises(KeyboardInterrupt):
         bench.main([*ARGV.split(), "--device=cpu", *files])
     assert [*json.loads((tmp_path / "r").read_text())["runs"]] == drawn == ["orca-best"]
-    assert (tmp_path / "t").read_text() == "orca-best orca-best, simulated"
+    events = json.loads((tmp_path / "t").read_text())["traceEvents"]
+    assert events == [["orca-best", "stage 1"], ["orca-best, simulated", "stage 1"]]

@@ -43,6 +43,7 @@ from sampling import SamplingParams
 from tests.helpers import alone, tiny_model
 
 MODEL = tiny_model()
+RUNNER = SimpleNamespace(cache=SimpleNamespace(data=torch.zeros(1)))
 SMALL = EngineConfig(chunk=8, max_batch=4, max_len=32, page_size=4, pages=16)
 TIMES = [(0, 9, 5), (0.1, 20, 12), (0.1, 3, 1), (0.35, 14, 8), (4.0, 6, 6), (4.001, 2, 20)]
 ARRIVALS = [Arrival(*times) for times in TIMES]
@@ -99,14 +100,13 @@ def test_the_rate_of_chats_is_that_at_which_they_are_offered():
     first = [Arrival(float(time), 9, 6) for time in range(4)]
     for turns, offered in ((1, None), (3, 11 / 3)):
         server = EngineServer(Engine(Silent(), SMALL), Clock(lambda: 0.0))
-        run = LoadRun(server, chats(first, turns))
-        assert run.result().offered_per_s == offered
+        assert LoadRun(server, chats(first, turns)).result().offered_per_s == offered
     came = [20.0 * min(i, 5) + 10.0 * max(0, i - 5) for i in range(20)]  # and then no quicker
     completions = [
         Completion(i, [1], time, scheduled=time + 12 + i / 10) for i, time in enumerate(came)
     ]
     for offered, grew in ((None, False), (0.05, False), (5.0, True)):
-        queue = judge(Run(completions, [], 200.0, None, offered_per_s=offered), 1.0).summary.queue
+        queue = judge(Run(completions, [], 200.0, None, offered_per_s=offered), 1.0).queue
         assert queue.arrived_per_s == (offered or 19 / 240) and queue.grew == grew
 
 
@@ -152,19 +152,17 @@ def test_no_request_runs_before_arrival_or_waits_for_an_idle_engine():
 def test_classes_and_targets_come_with_the_arrival(monkeypatch):
     added = []
     add = Engine.add_request
+    names = ("priority", "ttft_slo", "tbt_slo", "user")
 
     def watched(self, *args, **more):
         if "request_id" in more:  # not of the warm-up
-            added.append(
-                tuple(more.get(name) for name in ("priority", "ttft_slo", "tbt_slo", "user"))
-            )
+            added.append(tuple(more.get(name) for name in names))
         return add(self, *args, **more)
 
     monkeypatch.setattr(Engine, "add_request", watched)
     targets = [("low", None, None, "ann"), ("realtime", 0.5, 0.1, "bob")]
-    run = serve_small(
-        "priority", arrivals=[Arrival(0.0, 8, 4, *rest, user=user) for *rest, user in targets]
-    )
+    arrivals = [Arrival(0.0, 8, 4, *rest, user=user) for *rest, user in targets]
+    run = serve_small("priority", arrivals=arrivals)
     assert added == targets and [c.priority for c in run.completions] == [3, 0]
 
 
@@ -186,7 +184,7 @@ def test_a_full_queue_refuses_and_the_slo_is_not_met():
     ended = [(c.request_id, len(c.prompt), c.priority) for c in run.completions]
     assert ended == [(i, 8, 3) for i in range(8)]
     judged = judge(run, 1000.0)
-    assert not judged.met and run.refused == judged.summary.aborted == 5
+    assert not judged.met and run.refused == judged.aborted == 5
 
 
 @pytest.mark.slow
@@ -222,16 +220,9 @@ def test_an_interrupted_run_is_what_was_seen_of_it(turns):
         assert run.iterations == full.iterations[: len(run.iterations)]
         last = run.iterations[-1].end if run.iterations else 0.0
         for c in full.completions:
-            interrupted = [
-                completion
-                for completion in run.completions
-                if completion.request_id == c.request_id
-            ]
-            assert interrupted == [c] or c.token_times[-1] > last
-            assert all(
-                completion.token_times == c.token_times[: len(completion.tokens)]
-                for completion in interrupted
-            )
+            same = [other for other in run.completions if other.request_id == c.request_id]
+            assert same == [c] or c.token_times[-1] > last
+            assert all(o.token_times == c.token_times[: len(o.tokens)] for o in same)
         num_completed.add(len(run.completions))
     assert num_completed >= set(range(1, 7)) and max(num_completed) == len(load)
 
@@ -256,7 +247,7 @@ def test_a_chat_ends_with_a_turn_that_was_refused():
     run = serve_small(arrivals=load, max_batch=1, max_waiting=1, tick=0.5)
     ended = [(c.request_id, c.finish_reason) for c in run.completions]
     assert ended == [(0, "length"), (1, "abort"), (2, "abort"), (3, "length")]
-    summary = judge(run, 1000.0).summary
+    summary = judge(run, 1000.0)
     assert (summary.requests, summary.aborted, run.refused) == (4, 2, 2)
 
 
@@ -349,10 +340,10 @@ def test_what_is_made_of_a_base():
 
 @pytest.mark.parametrize("max_len, context", [(512, 256), (9000, 4096), (2048, 1024), (1, 1)])
 def test_the_base_is_a_decode_of_32_at_half_the_longest_context(max_len, context, monkeypatch):
-    def timed(runner, cases, **_):
+    def timed(runner, cases, *_):
         return [Profiled(*case, 0.064) for case in cases]
 
-    monkeypatch.setattr(capacity, "runner_for", lambda model: lambda *_: None)
+    monkeypatch.setattr(capacity, "runner_for", lambda model: lambda *_: RUNNER)
     monkeypatch.setattr(slo, "time_iterations", timed)
     base, _ = measure_base(MODEL, 128, max_len)
     assert base == Base(0.064, 0.064 / min(128, max_len), 32, context)
@@ -368,9 +359,16 @@ def test_the_base_is_measured_in_a_cache_with_room_for_it():
         assert base.seconds > 0 and base.prefill_token_s > 0 and base.context == max_len // 2
 
 
-def verdict(met, busy=False):
-    """What a run at one rate found."""
-    return Verdict(missed="" if met else "x", busy=busy)
+def search(meets, **settings):
+    """What a search from a rate of 1 finds. `meets` says of a rate whether it was met, or of a busy
+    machine (whether it was met, busy)."""
+
+    def run_at_rate(rate):
+        answer = meets(rate)
+        met, busy = answer if isinstance(answer, tuple) else (answer, False)
+        return Verdict(missed="" if met else "x", busy=busy)
+
+    return search_capacity(run_at_rate, start=1.0, **settings)
 
 
 @pytest.mark.parametrize("limit", [0.21, 0.9, 1.0, 1.3, 2.0, 7.7, 15.0])
@@ -378,12 +376,11 @@ def verdict(met, busy=False):
 def test_capacity_is_found_to_five_percent_and_one_failure_does_not_decide(limit, unlucky):
     calls = []
 
-    def run_at_rate(rate):
-        met = rate <= limit and len(calls) != unlucky
-        calls.append((rate, met))
-        return verdict(met)
+    def meets(rate):
+        calls.append((rate, rate <= limit and len(calls) != unlucky))
+        return calls[-1][1]
 
-    result = search_capacity(run_at_rate, start=1.0)
+    result = search(meets)
     qps = result.capacity_qps
     assert limit / 1.05 <= qps <= limit and qps.bound == ""
     assert [(trial.qps, trial.verdict.met) for trial in result.trials] == calls
@@ -395,55 +392,47 @@ def test_capacity_is_found_to_five_percent_and_one_failure_does_not_decide(limit
 
 @pytest.mark.parametrize("limit", [0.05, 0.21, 1.0, 2.0, 7.7, 17.0])
 def test_a_search_finds_the_same_wherever_it_begins(limit):
-    def search(first_step):
-        return search_capacity(lambda rate: verdict(rate <= limit), 1.0, first_step=first_step)
-
-    expected = search(0).capacity_qps
-    for first_step in range(-7, 8):
-        capacity_qps = search(first_step).capacity_qps
-        assert (capacity_qps, capacity_qps.bound) == (expected, expected.bound)
+    results = {step: search(lambda rate: rate <= limit, first_step=step) for step in range(-7, 8)}
+    assert len({(r.capacity_qps, r.capacity_qps.bound) for r in results.values()}) == 1
     nearest = round(math.log(limit, capacity.STEP))
-    assert len(search(nearest).trials) <= len(search(0).trials)
+    assert len(results[nearest].trials) <= len(results[0].trials)
 
 
-def test_capacity_ends_where_every_answer_is_the_same_or_chance():
+def test_capacity_ends_where_every_answer_is_the_same_or_chance(monkeypatch):
     for met, text, last in ((False, "below 0.06", 1 / 16), (True, "at least 16.00", 16)):
-        result = search_capacity(lambda rate, met=met: verdict(met), start=1.0)
+        result = search(lambda rate, met=met: met)
         assert f"{result.capacity_qps:.2f}" == text
         assert (result.trials[-1].qps, len(result.trials)) == (last, 8)  # 1.5 ** 7 > 16
         assert (result.best is not None) == met
     rng = np.random.default_rng(0)
     for _ in range(100):
-        result = search_capacity(lambda rate: verdict(rng.random() < 1 / (1 + rate**4)), start=1.0)
+        result = search(lambda rate: rng.random() < 1 / (1 + rate**4))
         assert len(result.trials) < capacity.MAX_RUNS
-    answers = iter([True, *[False] * capacity.MAX_RUNS])  # a machine that becomes ever slower
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capacity, "MAX_RUNS", 3)
-        result = search_capacity(lambda rate: verdict(next(answers)), start=1.0)
+    answers = iter([True, False, False])  # a machine that becomes ever slower
+    monkeypatch.setattr(capacity, "MAX_RUNS", 3)
+    result = search(lambda rate: next(answers))
     assert f"{result.capacity_qps:g}" == "at least 1" and len(result.trials) == 3
 
 
 @pytest.mark.parametrize("failed, text", [(1.05, "1"), (1.06, "at least 1"), (1.1, "at least 1")])
 def test_a_capacity_is_a_bound_unless_a_rate_one_step_above_failed(failed, text):
-    trials = [Trial(1.0, verdict(True)), Trial(failed, verdict(False))]
+    trials = [Trial(1.0, Verdict()), Trial(failed, Verdict(missed="x"))]
     assert f"{summarize_search(trials, ratio=1.05).capacity_qps:g}" == text
 
 
 def test_what_failed_while_others_used_the_machine_is_run_again():
     counts = Counter()
 
-    def run_at_rate(rate):
+    def meets(rate):
         counts[rate] += 1
         busy = counts[rate] == 1
-        return verdict(rate <= 4 and not busy, busy)
+        return rate <= 4 and not busy, busy
 
-    result = search_capacity(run_at_rate, start=1.0)
+    result = search(meets)
     assert 4 / 1.05 <= result.capacity_qps <= 4 and set(counts.values()) == {2}
     assert not result.busy
-    always_busy = [
-        replace(trial, verdict=replace(trial.verdict, busy=True)) for trial in result.trials
-    ]
-    assert summarize_search(always_busy).busy and summarize_search(always_busy).missed == "x"
+    always = [replace(trial, verdict=replace(trial.verdict, busy=True)) for trial in result.trials]
+    assert summarize_search(always).busy and summarize_search(always).missed == "x"
 
 
 @pytest.mark.parametrize("ours, other, text", [
@@ -456,32 +445,57 @@ def test_a_ratio_of_bounds_is_a_bound_or_not_known(ours, other, text):
     assert ratio is None if text is None else f"{ratio:g}" == text
 
 
+PLAN = EngineConfig(chunk=256, max_len=1000, page_size=1, pages=3000)  # pages of a token
+
+
 def test_policies_share_the_memory_and_can_have_their_own_chunk(tmp_path):
     (tmp_path / "mine.py").write_text("from scheduler import SarathiServe as Mine\n")
     mine = f"{tmp_path}/mine.py:Mine"
-    names = ["vllm", "orca-best", "sarathi:64", mine, f"{mine}:32"]
-    config = EngineConfig(chunk=256, max_len=1000, page_size=1, pages=3000)  # pages of a token
-    runs = run_plan(names, [64, 1000], config)
-    assert list(runs) == [f"{name}, pages of {size}" for name in names for size in (64, 1000)]
-    policies = ["vllm", "orca-best", "sarathi", mine, mine]
-    assert [c.policy for c in runs.values()][::2] == policies
-    assert [c.chunk for c in runs.values()] == [256] * 4 + [64] * 2 + [256] * 2 + [32] * 2
+    plans = {  # label: its policy and chunk
+        "vllm": ("vllm", 256),
+        "orca-best": ("orca-best", 256),
+        "sarathi:64": ("sarathi", 64),
+        mine: (mine, 256),
+        f"{mine}:32": (mine, 32),
+    }
+    runs = run_plan(plans, [64, 1000], PLAN)
+    assert list(runs) == [f"{name}, pages of {size}" for name in plans for size in (64, 1000)]
+    assert [(c.policy, c.chunk) for c in runs.values()][::2] == list(plans.values())
     assert [(c.page_size, c.pages) for c in runs.values()] == [(64, 46), (1000, 3)] * 5
-    assert list(run_plan(POLICIES, [64], config, 1.0)) == list(POLICIES)
-    (dynamic,) = run_plan(["dynamic"], [64], config, 0.3).values()
+    assert list(run_plan(POLICIES, [64], PLAN, 1.0)) == list(POLICIES)
+    (dynamic,) = run_plan(["dynamic"], [64], PLAN, 0.3).values()
     assert dynamic.policy == "dynamic" and dynamic.policy_options == {"tbt_slo": 0.3}
-    assert not dynamic.prefix_caching
-    runs = run_plan(["vllm", "orca"], [64], config, caching=[False, True])
-    assert {name: options.prefix_caching for name, options in runs.items()} == {
-        "vllm": False, "vllm, shared": True, "orca": False, "orca, shared": True
-    }  # fmt: skip
-    plans = run_plan(["vllm"], [64, 128], config, caching=[False, True])
-    assert list(plans)[:2] == ["vllm, pages of 64", "vllm, pages of 64, shared"] and len(plans) == 4
-    (on,) = run_plan(["vllm"], [64], config, caching=[True]).items()
-    assert on[0] == "vllm" and on[1].prefix_caching  # the only one
-    for label in ("vllm:64", "orca:64", "request-level:64", "hybrid-only:64", "dynamic:64"):
-        with pytest.raises(ValueError, match=f"'{label}': .* does not go by a chunk size"):
-            run_plan([label], [64], config)
-    for label in ("sarathi:x", "sarathi:0", "fifo", "fifo:8"):
-        with pytest.raises(ValueError, match="chunk=0: must be|'(sarathi:x|fifo)': must be one of"):
-            run_plan([label], [64], config)
+
+
+@pytest.mark.parametrize(
+    "sizes, caching, suffixes",
+    [
+        ([64], [False], {"": False}),
+        ([64], [True], {"": True}),  # the only one
+        ([64], [False, True], {"": False, ", shared": True}),
+        ([64, 128], [True], {", pages of 64": True, ", pages of 128": True}),
+        ([64, 128], [False, True], {
+            **{", pages of 64": False, ", pages of 64, shared": True},
+            **{", pages of 128": False, ", pages of 128, shared": True},
+        }),
+    ],
+)  # fmt: skip
+def test_runs_are_named_by_what_differs(sizes, caching, suffixes):
+    runs = run_plan(["vllm", "orca"], sizes, PLAN, caching=caching)
+    assert [(label, config.prefix_caching) for label, config in runs.items()] == [
+        (name + suffix, shares) for name in ("vllm", "orca") for suffix, shares in suffixes.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    "policies, problem",
+    [
+        ("vllm:64 orca:64 request-level:64 hybrid-only:64 dynamic:64", "does not go by a chunk"),
+        ("sarathi:0", "chunk=0: must be"),
+        ("sarathi:x fifo fifo:8", "'(sarathi:x|fifo)': must be one of"),
+    ],
+)
+def test_a_label_that_names_no_run_is_refused(policies, problem):
+    for label in policies.split():
+        with pytest.raises(ValueError, match=problem):
+            run_plan([label], [64], PLAN)

@@ -112,7 +112,7 @@ def test_all_tokens_are_counted_and_what_no_client_sees_is_unknown():
     assert bodies[4]["stream_options"] == {"include_usage": True}
     assert all(type(token) is int and 0 <= token < 256 for token in bodies[4]["prompt"])
     assert all(headers["Authorization"] == "Bearer sesame" for _, headers in requests)
-    summary = judge(run, 10.0).summary
+    summary = judge(run, 10.0)
     assert summary.scheduling_delay_s.p50 is summary.hybrid is summary.stalls.count is None
     assert summary.tokens_per_s == pytest.approx((3 + 8 + 4 + 4) / run.seconds)
 

@@ -2,40 +2,30 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 
 import bench
+from cli.options import plain
 from lab.commands import serve as serving
 from lab.commands import serve_options
 from lab.commands.serve import RealMachine, make_workload
 from lab.commands.serve_report import conclude, print_capacities, search_json
 from lab.measure import capacity, load_run, machine, metrics, run_loop
 from lab.measure import timing as measure
-from lab.measure.capacity import Base, Trial, summarize_search
-from lab.measure.machine_info import RealMachineInfo
-from lab.measure.metrics import summarize_run
+from lab.measure.capacity import Base, Trial, judge, summarize_search
+from lab.measure.run_loop import Run
 from lab.measure.timing import TOO_BUSY
 from lab.measure.workload import Arrival, poisson, sample_lengths
 from lab.pictures import timelines
-from scheduler import Request
-from tests.helpers import VirtualRun
+from tests.helpers import machine_info
 
-TINY = "--preset llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16 --batch 4"
-TINY = f"{TINY} --page-size 8".split()
-MACHINE = RealMachineInfo(
-    device="-",
-    threads=1,
-    torch="-",
-    model="-",
-    parameters=1,
-    dtype="-",
-    compiled=False,
-    flops_per_s=1.0,
-    bytes_per_s=1.0,
-    ridge_tokens=1.0,
-    busy=False,
-)
+SIZES = "--preset llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16 --batch 4"
+TINY = f"{SIZES} --page-size 8".split()
+MACHINE = machine_info()
+CAPACITY = "--requests 4 --batch 1 --slo 50"
+SERVE = "--requests 4 --qps 40 --policies vllm,orca,sarathi-serve"
 
 
 def parse(command, *words):
@@ -52,54 +42,47 @@ def steady(monkeypatch):
     return drift
 
 
-def test_static_batching_leaves_slots_empty():
-    """B-1: requests of 128 + 500, 64 + 50, 256 + 200 and 32 + 30 tokens in a batch up to its end.
-
-    The first iteration prefills all and yields their first tokens, so a request of n output tokens
-    runs n iterations: 4, 3, 2 and 1 slots are used until iteration 30, 50, 200 and 500, which is
-    100, 75, 50 and 25 %. The post says "50 % on average". Weighted by their iterations it is
-    (4 * 30 + 3 * 20 + 2 * 150 + 1 * 300) / (4 * 500) = 39 %, and the plain mean is 62.5 %.
-    """
-    lengths = [(128, 500), (64, 50), (256, 200), (32, 30)]
-    requests = [Request(i, [0] * prompt, prompt, n) for i, (prompt, n) in enumerate(lengths)]
-    sizes = dict(max_batch=4, max_len=700, pages=4, page_size=700)
-    log = VirtualRun("request-level", lambda shape: 1.0, **sizes).run(requests).log
-    used = [len(chunks) / 4 for *_, chunks in log]
-    assert used == [1.0] * 30 + [0.75] * (50 - 30) + [0.5] * (200 - 50) + [0.25] * (500 - 200)
-    assert sum(used) / len(used) == pytest.approx(0.39)
-
-
 @pytest.fixture
 def plots(monkeypatch):
-    """What was to be drawn."""
+    """What was to be drawn: (function, arguments)."""
     drawn = []
-
-    def recorder(name):
-        def draw(*args, **options):
-            drawn.append((name, args, options))
-
-        return draw
-
     for name in ("plot_serving", "plot_capacity"):
-        monkeypatch.setattr(timelines, name, recorder(name))
+        monkeypatch.setattr(timelines, name, lambda *args, name=name: drawn.append((name, args)))
     return drawn
 
 
-def test_serve_prints_and_writes_everything(tmp_path, capsys, plots):
-    files = {option: tmp_path / option for option in ("csv", "json", "plot", "html")}
-    files["plot"] = tmp_path / "run.png"
-    to_files = [f"--{option}={file}" for option, file in files.items()]
+@pytest.fixture
+def run(tmp_path, capsys):
+    """A function that runs a command with the smallest model: (what it prints, what it writes)."""
+
+    def run_command(command, words, interrupted=False):
+        argv = [command, *TINY, *words.split(), f"--json={tmp_path}/report.json"]
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                bench.main(argv)
+        else:
+            bench.main(argv)
+        return capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
+
+    return run_command
+
+
+def csv_rows(file):
+    """The rows of a CSV file as dicts."""
+    return list(csv.DictReader(file.read_text().splitlines()))
+
+
+def test_serve_prints_and_writes_everything(tmp_path, run, plots):
     names = ["hybrid-only", "chunked-only", "sarathi-serve:8"]
-    load = f"--requests 5 --qps 30 --classes low=2,normal=3 --policies {','.join(names)}"
-    bench.main(["serve", *TINY, *load.split(), *to_files])
-    text = capsys.readouterr().out
-    report = json.loads(files["json"].read_text())
+    files = {option: tmp_path / f"run.{option}" for option in ("csv", "png", "html")}
+    words = f"--requests 5 --qps 30 --classes low=2,normal=3 --policies {','.join(names)} "
+    words += "--csv {csv} --plot {png} --html {html}".format(**files)
+    text, report = run("serve", words)
     heading = "llama-tiny|batch 32, context 32|64 tokens of KV cache|30 a second|strict, 5 of these"
     assert all(part in text for part in heading.split("|"))
     assert report["options"]["seed"] == 0 and report["machine"]["model"] == "llama-tiny"
     assert report["slo_s"] == pytest.approx(5 * report["base"]["seconds"])
-    with open(files["csv"]) as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(files["csv"])
     keys = ("request_id", "arrival", "prompt_tokens", "output_tokens")
     arrivals = list(enumerate(poisson(sample_lengths("sharegpt4", 5, 64, 0), 30.0, 0)))
     expected = [(name, i, *arrival[:3]) for name in names for i, arrival in arrivals]
@@ -109,35 +92,29 @@ def test_serve_prints_and_writes_everything(tmp_path, capsys, plots):
     for name, row in report["runs"].items():
         assert row["finished"] == 5 and 0 < row["own_fraction"] < 1
         assert text.count(f"| {name} ") == 2 and f" {row['tokens_per_s']:,.0f} " in text
-        assert (
-            text.count(f"\n{name}: 30.000 requests/s, P50 TTFT {row['ttft_s']['p50']:.3f} s") == 1
-        )
-    wrote = [f"wrote {files[option]}" for option in ("json", "csv", "plot")]
-    wrote.append(f"wrote {files['html']}, open {files['html'].as_uri()}")
-    assert text.splitlines()[-4:] == wrote
-    assert report["conclusion"] in text
-    assert report["runs"]["chunked-only"]["hybrid"] == 0
-    assert all(f'"name": "{name}"' in files["html"].read_text() for name in names)
-    ((name, (runs, machine, file, slo_s), more),) = plots
-    assert name == "plot_serving" and slo_s == report["slo_s"] and not more
-    assert list(runs) == names and file == str(files["plot"]) and machine["threads"]
-    run = runs["chunked-only"]
-    assert len(run.completions) == 5 and run.iterations[0].chunks
+        point = f"\n{name}: 30.000 requests/s, P50 TTFT {row['ttft_s']['p50']:.3f} s"
+        assert text.count(point) == 1
+    assert report["runs"]["chunked-only"]["hybrid"] == 0 and report["conclusion"] in text
+    written = [f"wrote {tmp_path}/report.json", f"wrote {files['csv']}", f"wrote {files['png']}"]
+    page = files["html"]
+    assert text.splitlines()[-4:] == [*written, f"wrote {page}, open {page.as_uri()}"]
+    assert all(f'"name": "{name}"' in page.read_text() for name in names)
+    ((name, (runs, machine, file, slo_s)),) = plots
+    assert name == "plot_serving" and slo_s == report["slo_s"]
+    assert list(runs) == names and file == str(files["png"]) and machine["threads"]
+    assert all(len(run.completions) == 5 and run.iterations for run in runs.values())
 
 
-def test_capacity_prints_and_writes_everything(tmp_path, capsys, plots, monkeypatch):
+def test_capacity_prints_and_writes_everything(tmp_path, run, plots, monkeypatch):
     def search_two(at, start, ratio):
         return ratio == 1.5 and (at(8.0), at(400.0))
 
     monkeypatch.setattr(metrics, "missed", lambda *_, **__: "")
     monkeypatch.setattr(machine, "measure_machine", lambda *_: MACHINE)
     monkeypatch.setattr(capacity, "search_capacity", search_two)
-    files = [f"--json={tmp_path / 'c.json'}", f"--plot={tmp_path / 'c.png'}"]
     names = ["vllm", "sarathi-serve"]
-    load = f"--requests 4 --batch 1 --slo 50 --ratio 1.5 --policies {','.join(names)}"
-    bench.main(["capacity", *TINY, *load.split(), *files])
-    text = capsys.readouterr().out
-    report = json.loads((tmp_path / "c.json").read_text())
+    words = f"{CAPACITY} --ratio 1.5 --policies {','.join(names)} --plot {tmp_path}/c.png"
+    text, report = run("capacity", words)
     assert list(report["results"]) == names and report["slo_s"] == 50
     for name, result in report["results"].items():
         assert [point["qps"] for point in result["points"]] == [8.0, 400.0]
@@ -146,26 +123,32 @@ def test_capacity_prints_and_writes_everything(tmp_path, capsys, plots, monkeypa
         assert f"{name}: 8.000 requests/s, P50 TTFT" in text
     assert rows_of(text) == [("at least 400.00", "1.00x"), ("at least 400.00", "-")]
     assert "as asked for" in text and report["conclusion"] in text
-    expected = (report["results"], report["machine"], str(tmp_path / "c.png"), 50.0)
-    assert plots == [("plot_capacity", expected, {})]
+    ((name, (results, *rest)),) = plots
+    assert json.loads(json.dumps(results, default=plain)) == report["results"]
+    assert (name, rest) == ("plot_capacity", [report["machine"], f"{tmp_path}/c.png", 50.0])
 
 
 FEW = [  # options, the fewest requests
     ("--batch 4 --requests 15", 16),
     ("--batch 3 --requests 8 --turns 3 --page-size 8", 12),  # chats count, not their turns
     ("--simulate a100-80gb --preset llama3-8b --batch 3 --pp 2 --replicas 2 --requests 47", 48),
+    ("--batch 4 --trace TRACE", 16),
 ]
 
 
 @pytest.mark.parametrize("options, fewest", FEW)
-def test_a_capacity_of_requests_that_all_run_at_once_is_refused(options, fewest, capsys):
-    message = f"must be at least {fewest}, 4 times what may run at once"
+def test_a_capacity_of_requests_that_all_run_at_once_is_refused(options, fewest, capsys, tmp_path):
+    trace = tmp_path / "short.csv"
+    rows = [f"{second},8,4" for second in range(15)]
+    trace.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]))
+    given = "short.csv with 15 requests" if "TRACE" in options else "--requests "
+    message = f"{given}.*: must be at least {fewest}, 4 times what may run at once"
     with pytest.raises(ValueError, match=message):
-        bench.main(["capacity", "--max-len", "64", *options.split()])
+        bench.main(["capacity", "--max-len=64", *options.replace("TRACE", str(trace)).split()])
     assert capsys.readouterr() == ("", "")  # before anything is loaded
 
 
-def test_by_default_four_times_what_may_run_at_once_arrives(tmp_path):
+def test_by_default_four_times_what_may_run_at_once_arrives():
     assert parse("capacity").requests == 128 == 4 * parse("capacity").batch
     assert parse("capacity", "--batch", "50").requests == 200
     assert parse("capacity", "--batch", "2").requests == 128
@@ -173,12 +156,6 @@ def test_by_default_four_times_what_may_run_at_once_arrives(tmp_path):
     simulated = "capacity --simulate a100-80gb --preset llama3-8b --pp 2 --replicas 2".split()
     _, options = bench.parse_args(simulated)
     assert options.requests == options.fewest_requests == 4 * 128 * 4
-    trace = tmp_path / "short.csv"
-    rows = [f"{second},8,4" for second in range(15)]
-    trace.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]))
-    few = ["capacity", "--batch", "4", "--max-len", "64", "--trace", str(trace)]
-    with pytest.raises(ValueError, match=r"short\.csv with 15 requests: must be at least 16"):
-        bench.main(few)
 
 
 def rows_of(text):
@@ -187,96 +164,76 @@ def rows_of(text):
     return [(row[2].strip(), row[3].strip()) for row in rows]
 
 
-def a_search(rates_met, rates_failed, missed="P99 TBT of 3 s"):
-    """A search for a capacity."""
-    trials = [Trial(qps, FakeVerdict()) for qps in rates_met]
-    trials += [Trial(qps, FakeVerdict(missed)) for qps in rates_failed]
+def a_search(rates_met, rates_failed=(), missed="P99 TBT of 3 s"):
+    """A search for a capacity, of runs of nothing."""
+    run = judge(Run([], [], 0.0, None), 1.0)
+    trials = [Trial(qps, replace(run, missed="")) for qps in rates_met]
+    trials += [Trial(qps, replace(run, missed=missed)) for qps in rates_failed]
     return summarize_search(trials)
 
 
-class FakeVerdict:
-    """A JudgedRun of nothing."""
-
-    summary = summarize_run([], [], 0.0)
-    busy = False
-    broken_rule = None
-    link = None
-
-    def __init__(self, missed=""):
-        self.missed = missed
-        self.met = not missed
-
-    def to_json(self):
-        return {"busy": False, "cut_short": None, "met": self.met, "missed": self.missed}
-
-
-SEARCHES = {
-    "vllm": a_search([1.0, 2.0], [2.05, 3.0]),
-    "orca": a_search([], [4.0, 0.5]),
-    "sarathi-serve": a_search([6.0, 9.0], []),
-    "dynamic": a_search([7.0], [7.2], missed="the queue grew"),
-}
-RESULTS = {name: search_json(search) for name, search in SEARCHES.items()}
-
-
 def test_bounds_are_kept_in_capacities_their_ratios_and_the_conclusion(capsys):
-    print_capacities(SEARCHES, "requests/s")
+    searches = {
+        "vllm": a_search([1.0, 2.0], [2.05, 3.0]),
+        "orca": a_search([], [4.0, 0.5]),
+        "sarathi-serve": a_search([6.0, 9.0]),
+        "dynamic": a_search([7.0], [7.2], missed="the queue grew"),
+    }
+    print_capacities(searches, "requests/s")
     expected = [("2.00", "1.00x"), ("below 0.50", "below 0.25x")]
     expected += [("at least 9.00", "at least 4.50x"), ("7.00", "3.50x")]
     assert rows_of(capsys.readouterr().out) == expected
-    two = {"vllm": a_search([1.0], []), "dynamic": a_search([3.0], [])}
-    print_capacities(two, "chats/s")  # an unknown gain
+    print_capacities({"vllm": a_search([1.0]), "dynamic": a_search([3.0])}, "chats/s")
     text = capsys.readouterr().out
     assert rows_of(text)[1] == ("at least 3.00", "-") and "| capacity in chats/s |" in text
-    report = dict(results=RESULTS, slo_s=0.3, slo_busy=False, unit="chats/s")
+
+    results = {name: search_json(search) for name, search in searches.items()}
+    report = dict(results=results, slo_s=0.3, slo_busy=False, unit="chats/s")
 
     def conclusion(**changes):
         return " ".join(conclude(report | changes).split())
 
     text = conclusion()
     each = "2.00 under vllm, below 0.50 under orca, at least 9.00 under sarathi-serve, 7.00 under"
-    assert each in text
+    assert each in text and "Capacity in chats/s" in text
     ends = "vllm (P99 TBT of 3 s), orca (P99 TBT of 3 s), dynamic (the queue grew)."
-    assert text.endswith(f"Higher rates fail under {ends}") and "Capacity in chats/s" in text
-    busy = {name: result | {"busy": True} for name, result in RESULTS.items()}
+    assert text.endswith(f"Higher rates fail under {ends}")
+    busy = {name: result | {"busy": True} for name, result in results.items()}
     assert TOO_BUSY in conclusion(results=busy) == conclusion(slo_busy=True)
-    assert "dynamic" not in conclusion(results=RESULTS | {"dynamic": busy["dynamic"]})
+    assert "dynamic" not in conclusion(results=results | {"dynamic": busy["dynamic"]})
 
 
-def said(runs, **more):
-    """The conclusion of `serve`."""
-    return " ".join(conclude(dict(runs=runs, slo_s=0.3, slo_busy=False) | more).split())
+MET = dict(met=True, missed="", busy=False, cut_short=None)
+MISSED = MET | dict(met=False, missed="P99 TBT of 0.500 s")
+CUT = MET | dict(cut_short="interrupted")
 
 
-def test_the_conclusion_of_serve_names_who_meets_the_slo():
-    row = dict(met=True, missed="", busy=False, cut_short=None)
-    runs = {"vllm": row | dict(met=False, missed="P99 TBT of 0.500 s"), "sarathi-serve": row}
-    assert said(runs).endswith(
-        "0.300 s: met by sarathi-serve; not met by vllm (P99 TBT of 0.500 s)."
-    )
-    assert "met by none; not met by vllm" in said({"vllm": runs["vllm"]})
-    assert said(runs | {"vllm": row}).endswith("met by vllm; sarathi-serve.")
-    for more in ({"busy": True}, {"cut_short": "interrupted"}):
-        assert "vllm" not in said(runs | {"vllm": runs["vllm"] | more})
-    assert TOO_BUSY in said(runs, slo_busy=True)
-    assert TOO_BUSY in said({name: run | {"busy": True} for name, run in runs.items()})
-    assert "no run came to its end" in said({"vllm": row | {"cut_short": "interrupted"}})
+@pytest.mark.parametrize(
+    "runs, said",
+    [
+        ({"vllm": MISSED, "dynamic": MET}, "met by dynamic; not met by vllm (P99 TBT of 0.500 s)."),
+        ({"vllm": MISSED}, "met by none; not met by vllm (P99 TBT of 0.500 s)."),
+        ({"vllm": MET, "dynamic": MET}, "met by vllm; dynamic."),
+        ({"vllm": MISSED | {"busy": True}, "dynamic": MET}, "met by dynamic."),
+        ({"vllm": CUT, "dynamic": MET}, "met by dynamic."),
+        ({"vllm": MET | {"busy": True}}, TOO_BUSY),
+        ({"vllm": CUT}, "no run came to its end"),
+    ],
+)
+def test_the_conclusion_of_serve_names_who_meets_the_slo(runs, said):
+    report = dict(runs=runs, slo_s=0.3, slo_busy=False)
+    text = " ".join(conclude(report).split())
+    assert text in (f"SLO of 0.300 s: {said}", f"Conclusion: {said}.")
+    if "cut_short" not in said and "no run" not in said:
+        assert TOO_BUSY in conclude(report | {"slo_busy": True})
 
 
-CAPACITY = "--requests 4 --batch 1 --policies vllm --slo 1e4"
-SERVE = "--requests 4 --qps 40 --policies vllm,orca,sarathi-serve --slo"
-
-
-@pytest.mark.parametrize("command", ["serve", "capacity"])
-def test_a_busy_machine_is_marked_and_nothing_concluded(
-    command, capsys, steady, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("command, words", [("serve", SERVE), ("capacity", CAPACITY)])
+def test_a_busy_machine_is_marked_and_nothing_concluded(command, words, run, steady, monkeypatch):
     monkeypatch.setattr(metrics, "missed", lambda *_, **__: "")
     steady.append(0.5)
-    load = f"{SERVE} strict" if command == "serve" else CAPACITY
-    bench.main([command, *TINY, *load.split(), "--json", str(tmp_path / "b.json")])
-    text = capsys.readouterr().out
-    report = json.loads((tmp_path / "b.json").read_text())
+    slo = "strict" if command == "serve" else "1e4"
+    text, report = run(command, f"{words} --policies vllm --slo {slo}")
     assert report["machine"]["base_busy"]
     assert "\nvllm (busy): " in text and text.count("| vllm (busy) ") == 2 * (command == "serve")
     assert "\na decode iteration (busy) takes " in text or command == "capacity"
@@ -285,31 +242,27 @@ def test_a_busy_machine_is_marked_and_nothing_concluded(
     assert rows["vllm"]["busy"] == (command == "serve")
 
 
-def test_an_interrupt_keeps_what_there_is(tmp_path, capsys, monkeypatch, plots):
+def test_an_interrupt_keeps_what_there_is(tmp_path, run, monkeypatch, plots):
     """The first policy as a whole, the second as far as it came; each was written when done."""
-    csv_file = tmp_path / "i.csv"
-    json_file = tmp_path / "i.json"
     served = []
     steps = []
     step = run_loop.LoadRun.step
 
     def interrupted(load):
         if not load.arrived:
-            served.append(json.loads(json_file.read_text())["runs"] if served else {})
+            report = json.loads((tmp_path / "report.json").read_text()) if served else {"runs": {}}
+            served.append(report["runs"])
         steps.append(len(served))
         if steps.count(2) == 9:
             raise KeyboardInterrupt
         return step(load)
 
     monkeypatch.setattr(run_loop.LoadRun, "step", interrupted)
-    files = ["--csv", str(csv_file), "--json", str(json_file), "--plot", str(tmp_path / "i.png")]
-    with pytest.raises(KeyboardInterrupt):
-        bench.main(["serve", *TINY, *SERVE.split(), "50", *files])
-    text = capsys.readouterr().out
-    report = json.loads(json_file.read_text())
+    words = f"{SERVE} --slo 50 --csv {tmp_path}/i.csv --plot {tmp_path}/i.png"
+    text, report = run("serve", words, interrupted=True)
     assert [list(runs) for runs in served] == [[], ["vllm"]]
     assert [row["cut_short"] for row in report["runs"].values()] == [None, "interrupted"]
-    rows = list(csv.DictReader(csv_file.read_text().splitlines()))
+    rows = csv_rows(tmp_path / "i.csv")
     assert [row["policy"] for row in rows][:5] == ["vllm"] * 4 + ["orca"]
     assert {row["finish_reason"] for row in rows[:4]} == {"length"} and "abort" in str(rows[4:])
     assert "\ninterrupted: " in text and text.count("| orca (cut short) ") == 2
@@ -317,29 +270,23 @@ def test_an_interrupt_keeps_what_there_is(tmp_path, capsys, monkeypatch, plots):
     assert text.count("\nwrote ") == 3 and list(plots[0][1][0]) == ["vllm", "orca"]
 
 
-def test_an_interrupted_search_keeps_its_points(tmp_path, capsys, monkeypatch, plots):
+def test_an_interrupted_search_keeps_its_points(tmp_path, run, monkeypatch, plots):
     monkeypatch.setattr(metrics, "missed", lambda *_, **__: "")
-    file = tmp_path / "i.json"
     points = []
 
     def search(at, start, ratio):
         points.append([at(5.0), at(7.0)])
-        assert len(json.loads(file.read_text())["results"]) == len(points)
+        report = json.loads((tmp_path / "report.json").read_text())
+        assert len(report["results"]) == len(points)
         if len(points) == 2:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(capacity, "search_capacity", search)
-    load = "--requests 4 --batch 1 --policies vllm,orca,sarathi-serve --slo 50 --json".split()
-    with pytest.raises(KeyboardInterrupt):
-        bench.main(["capacity", *TINY, *load, str(file)])
-    text = capsys.readouterr().out
-    results = json.loads(file.read_text())["results"]
-    assert [len(result["points"]) for result in results.values()] == [2, 2]
-    assert "\ninterrupted: " in text and rows_of(text) == [
-        ("at least 7.00", "1.00x"),
-        ("at least 7.00", "-"),
-    ]
-    assert f"wrote {file}" in text
+    words = f"{CAPACITY} --policies vllm,orca,sarathi-serve"
+    text, report = run("capacity", words, interrupted=True)
+    assert [len(result["points"]) for result in report["results"].values()] == [2, 2]
+    assert rows_of(text) == [("at least 7.00", "1.00x"), ("at least 7.00", "-")]
+    assert "\ninterrupted: " in text and f"wrote {tmp_path}/report.json" in text
 
 
 def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, monkeypatch, capsys):
@@ -351,12 +298,10 @@ def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, monkeypatch, 
     assert at_rate(None) == [Arrival(0, 50, 10), Arrival(4, 20, 4), Arrival(8, 30, 2)]
     assert [a.time for a in at_rate(2.0)] == [0, 0.5, 1.0] and "1 left out" in name
     chats, name = make_workload(parse(*argv, "--turns", "2", "--page-size", "8"))
-    firsts = chats(None)[:3]
-    later_turns = chats(None)[3:]
-    assert [a.time for a in firsts] == [0, 4, 8] and [a.follows for a in later_turns] == [0, 1, 2]
-    assert "3 chats of" in name and name.endswith(
-        "(1 left out) of up to 2 turns, 1 s after each answer"
-    )
+    assert [a.time for a in chats(None)[:3]] == [0, 4, 8]
+    assert [a.follows for a in chats(None)[3:]] == [0, 1, 2]
+    turns = "(1 left out) of up to 2 turns, 1 s after each answer"
+    assert "3 chats of" in name and name.endswith(turns)
     served = []
 
     def compare_runs(comparison):
@@ -364,41 +309,31 @@ def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(machine, "measure_machine", lambda *_: MACHINE)
     monkeypatch.setattr(serving, "compare_runs", compare_runs)
-    for rate_options, rate in (([], "at its own rate"), (["--qps", "2"], "at 2 a second")):
-        bench.main([*argv, *rate_options, *TINY, "--slo", "1000"])
+    for qps, rate in ((None, "at its own rate"), (2.0, "at 2 a second")):
+        bench.main([*argv, *([f"--qps={qps}"] if qps else []), *TINY, "--slo", "1000"])
         assert f"(1 left out) {rate}; median prompt 30, output 4" in capsys.readouterr().out
-        assert served.pop() == at_rate(float(rate_options[-1]) if rate_options else None)
+        assert served.pop() == at_rate(qps)
 
 
-def test_serve_compares_runs_with_and_without_prefix_caching(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "option, suffixes", [("", ("", ", shared")), ("off", ("",)), ("on", ("",))]
+)
+def test_serve_compares_runs_with_and_without_prefix_caching(option, suffixes, run):
     """Each prefix of 20 tokens has two pages of 8. They are found by all but who came first."""
-    machine = "--simulate a100-80gb --preset llama3-8b --max-len 64 --page-size 8"
-    load = "--requests 6 --qps 1 --policies vllm,orca --lengths 12+4 --shared-prefix 20:1"
-    for options, names in (
-        ("", ["vllm", "vllm, shared", "orca", "orca, shared"]),
-        ("--prefix-caching off", ["vllm", "orca"]),
-        ("--prefix-caching on", ["vllm", "orca"]),
-    ):
-        argv = f"serve {machine} {load} {options} --json {tmp_path}/s.json".split()
-        bench.main(argv)
-        text = capsys.readouterr().out
-        runs = json.loads((tmp_path / "s.json").read_text())["runs"]
-        assert list(runs) == names and text.count("| vllm ") == 2
-        for name, row in runs.items():
-            cached_tokens = 5 * 16 if "shared" in name or "on" in options else 0
-            assert (row["finished"], row["cached_tokens"]) == (6, cached_tokens)
-            assert row["cached"] == pytest.approx(cached_tokens / (6 * 32))
-        assert "6 requests of 12+4 tokens, each after a prefix of 20 (1 in all), Poisson" in text
-        assert ("; pages of 8 tokens; shared: by prompts" in text) == (options[-3:] != "off")
-        assert "|    42% |" in text or options[-3:] == "off"
-    for parsed, expected in (
-        (parse("serve"), [False]),
-        (parse("serve", "--turns", "2"), [False, True]),
-    ):
-        assert parsed.prefix_caching == expected
+    load = "--requests 6 --qps 1 --policies vllm,orca --lengths 12+4 --shared-prefix 20:1 --slo 99"
+    text, report = run("serve", f"{load} {option and '--prefix-caching ' + option}")
+    names = [name + suffix for name in ("vllm", "orca") for suffix in suffixes]
+    assert list(report["runs"]) == names and text.count("| vllm ") == 2
+    for name, row in report["runs"].items():
+        cached_tokens = 5 * 16 if "shared" in name or option == "on" else 0
+        assert (row["finished"], row["cached_tokens"]) == (6, cached_tokens)
+        assert row["cached"] == pytest.approx(cached_tokens / (6 * 32))
+    assert "6 requests of 12+4 tokens, each after a prefix of 20 (1 in all), Poisson" in text
+    assert ("; pages of 8 tokens; shared: by prompts" in text) == (option != "off")
+    assert ("|    42% |" in text) == (option != "off")
 
 
-def test_chats_are_served_and_find_their_own_past(tmp_path, capsys, monkeypatch):
+def test_chats_are_served_and_find_their_own_past(tmp_path, run, monkeypatch):
     """A prefix of 8 and 12 + 4 tokens, then 12 more. Two pages of 8 stay of the first turn; the
     third lacks the last token, whose keys nobody needed."""
     sent = []
@@ -409,18 +344,13 @@ def test_chats_are_served_and_find_their_own_past(tmp_path, capsys, monkeypatch)
         return serve(*args, **options)
 
     monkeypatch.setattr(load_run, "serve", spy)
-    files = f"--csv {tmp_path}/c.csv --json {tmp_path}/c.json --html {tmp_path}/c.html"
     load = "--requests 3 --qps 30 --policies sarathi-serve --lengths 24+8 --kv-tokens 1024"
-    load += " --turns 2 --shared-prefix 8:1 --slo 50"
-    bench.main(["serve", *TINY, *load.split(), *files.split()])
-    text = capsys.readouterr().out
-    report = json.loads((tmp_path / "c.json").read_text())
-    assert (
-        "load: 3 chats of 24+8 tokens of up to 2 turns, 1 s after each answer, each after a" in text
-    )
+    load += f" --turns 2 --shared-prefix 8:1 --slo 50 --csv {tmp_path}/c.csv"
+    text, report = run("serve", load)
+    assert "load: 3 chats of 24+8 tokens of up to 2 turns, 1 s after each answer, each af" in text
     assert "at 30 a second" in text and "\nsarathi-serve, shared: 30.000 chats/s, P50" in text
     assert {row["finished"] for row in report["runs"].values()} == {6}
-    rows = list(csv.DictReader((tmp_path / "c.csv").read_text().splitlines()))
+    rows = csv_rows(tmp_path / "c.csv")
     lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
     assert lengths == [*[(20, 4)] * 3, *[(36, 4)] * 3] * 2
     cached = [int(row["cached_tokens"]) for row in rows]
@@ -434,10 +364,9 @@ def test_custom_lengths_follow_each_other():
         at_rate, _ = make_workload(parse(*argv))
         return [arrival[1:3] for arrival in at_rate(1.0)]
 
-    one = ["capacity", "--lengths", "50+7", "--requests", "3"]
-    two = ["serve", "--lengths", "50+7, 4+5", "--requests", "3", "--long-prompt", "900"]
-    assert lengths(*one) == [(50, 7)] * 3
-    assert lengths(*two) == [(900, 16), (50, 7), (4, 5), (4, 5)]
+    assert lengths("capacity", "--lengths", "50+7", "--requests", "3") == [(50, 7)] * 3
+    two = lengths("serve", "--lengths=50+7, 4+5", "--requests=3", "--long-prompt=900")
+    assert two == [(900, 16), (50, 7), (4, 5), (4, 5)]
 
 
 def test_classes_are_drawn_in_their_shares_and_the_same_at_every_rate():
@@ -451,19 +380,22 @@ def test_classes_are_drawn_in_their_shares_and_the_same_at_every_rate():
     assert {a.priority for a in make_workload(parse("serve"))[0](1.0)} == {"normal"}
 
 
-@pytest.mark.parametrize("on_gpu, some", [(0, (128, 32, 1024, 10)), (1, (512, 128, 8192, 42))])
-def test_the_default_memory_is_a_third_of_the_batch_in_small_pages(on_gpu, some, monkeypatch):
+@pytest.mark.parametrize(
+    "device, some", [("cpu", (128, 32, 1024, 48, 64, 10)), ("cuda", (512, 128, 8192, 500, 256, 42))]
+)
+def test_the_default_memory_is_a_third_of_the_batch_in_small_pages(device, some, monkeypatch):
     monkeypatch.setattr(serve_options, "resolve_model", lambda model, **_: model)  # no GPU is here
-    args = parse("serve", "--device", ("cpu", "cuda")[on_gpu])
-    *sizes, max_len, requests = some
-    assert [args.chunk, args.batch, args.max_len] == [*sizes, max_len]
-    assert args.page_size == [(64, 256)[on_gpu]] and args.kv_tokens == requests * max_len
-    assert args.requests == (500 if on_gpu else 48)
+    args = parse("serve", "--device", device)
+    chunk, batch, max_len, requests, page_size, a_third = some
+    assert (args.chunk, args.batch, args.max_len) == (chunk, batch, max_len)
+    assert (args.requests, args.page_size) == (requests, [page_size])
+    assert args.kv_tokens == a_third * max_len and args.prefix_caching == [False]
     assert parse("serve", "--max-len", "41").page_size == [21]
     simulated = ["--simulate", "a100-80gb", "--preset", "llama3-8b"]
     assert parse("serve", *simulated).page_size == [64]
-    sizes = "16,64, max, 512"
-    assert parse("serve", "--page-size", sizes, "--max-len", "512").page_size == [16, 64, 512]
+    sizes = parse("serve", "--page-size=16,64, max, 512", "--max-len=512").page_size
+    assert sizes == [16, 64, 512]
+    assert parse("serve", "--turns", "2").prefix_caching == [False, True]
 
 
 LOADS = [

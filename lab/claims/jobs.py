@@ -22,7 +22,7 @@ from lab.measure.capacity import (
     possible_qps,
     search_capacity,
 )
-from lab.measure.metrics import LatencySummary
+from lab.measure.metrics import RunSummary
 from lab.measure.run_loop import Run
 from lab.measure.run_plan import run_plan
 from lab.measure.workload import LENGTHS, Arrival, poisson, sample_lengths
@@ -137,10 +137,10 @@ class ServingJob:
     seed: int = 0
 
 
-def latencies(job: ServingJob) -> LatencySummary:
-    """summarize_latencies of a run in all the memory there is."""
+def latencies(job: ServingJob) -> RunSummary:
+    """The summary of a run in all the memory there is."""
     run = serve(job)
-    return metrics.summarize_latencies(run.completions, run.seconds)
+    return metrics.summarize_run(run.completions, [], run.seconds)
 
 
 def serve(job: ServingJob, tbt_slo_s: float | None = None) -> Run:
@@ -186,7 +186,7 @@ class KnownRun:
 
     batch: int
     most_running: int  # requests at once
-    summary: LatencySummary | None  # None: it missed even the largest SLO of its policy
+    summary: RunSummary | None  # None: it missed even the largest SLO of its policy
 
     def is_that_of(self, batch: int) -> bool:
         """Whether the run is the same with this batch size: neither limit was ever reached."""
@@ -212,7 +212,7 @@ def find_capacities(job: CapacityJob) -> dict[Target, Bounded]:
         run = serve(serving, largest_slo_s)
         summary = None
         if not run.cut_short:
-            summary = metrics.summarize_latencies(run.completions, run.seconds)
+            summary = metrics.summarize_run(run.completions, [], run.seconds)
         runs.append(KnownRun(server.batch, most_at_once(run.completions), summary))
         return runs[-1]
 

@@ -56,7 +56,7 @@ from lab.measure.capacity import (
 from lab.measure.decode_maximal import DecodeMaximal, measure_decode_maximal
 from lab.measure.machine import Machine, RealMachine
 from lab.measure.machine_info import RealMachineInfo
-from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
+from lab.measure.offline_load import OfflineLoad, PolicyRun, policy_runs, run_policies
 from lab.measure.run_loop import Run
 from lab.measure.run_plan import run_plan
 from lab.measure.token_budget import Case, Profiled, choose_budget
@@ -533,7 +533,7 @@ class RealLab(Lab):
                 attention=self.attention,
                 progress=bar.update,
             )
-            return dict(runs)
+            return policy_runs(policies, dict(runs), load.batch)
 
     def case_timer(self, decodes: int, context: int, max_budget: int) -> TimeCases:
         """As Lab.case_timer."""

@@ -382,7 +382,7 @@ def b_1(lab: Lab) -> Finding:
             qps=EVERYTHING_AT_ONCE,
         )
         for name, run in served.runs.items():
-            slots.add(requests, {name: over(run.summary.tokens_per_iteration, 4)})
+            slots.add(requests, {name: over(run.tokens_per_iteration, 4)})
     static = slots["request-level"]
     continuous = slots["orca"]
     finding.expect(

@@ -53,10 +53,10 @@ def ss_f7(lab: Lab) -> Finding:
     ttft = finding.table(x="requests", y="s until D, or C, has its first token", spec=".2f")
     tbt = finding.table(x="requests", y="longest TBT in s", spec=".3f")
     for name, run in served.runs.items():
-        longest = run.summary.stalls.longest
+        longest = run.stalls.longest
         stalls.add("A to D", {name: longest.prefill_tokens if longest else 0})
-        ttft.add("A to D", {name: run.summary.ttft_s.max})
-        tbt.add("A to D", {name: run.summary.tbt_s.max})
+        ttft.add("A to D", {name: run.ttft_s.max})
+        tbt.add("A to D", {name: run.tbt_s.max})
     whole = "A and B wait for two whole prompts, or for no more than a chunk of them."
     finding.expect(
         less(stalls["request-level"], 1), "Nobody is let in before A and B have all their output."
@@ -236,8 +236,8 @@ def ss_t4(lab: Lab) -> Finding:
     for lengths in ("sharegpt4", "arxiv"):
         requests = lab.pick(gpu=128, cpu=32, quick=12)
         served = lab.serve(policies, lengths=lengths, requests=requests)
-        ttft.add(lengths, {name: run.summary.ttft_s.p50 for name, run in served.runs.items()})
-        tbt.add(lengths, {name: run.summary.tbt_s.p99 for name, run in served.runs.items()})
+        ttft.add(lengths, {name: run.ttft_s.p50 for name, run in served.runs.items()})
+        tbt.add(lengths, {name: run.tbt_s.p99 for name, run in served.runs.items()})
     ratios = {
         (quantity, policy): table[policy].over(table[SARATHI_SERVE], spec=".2fx")
         for quantity, table in (("P50 TTFT", ttft), ("P99 TBT", tbt))
@@ -301,7 +301,7 @@ def ss_f1(lab: Lab) -> Finding:
     preempted = 0
     for load, at_load in served.items():
         for name, run in at_load.runs.items():
-            summary = run.summary
+            summary = run
             longest = summary.stalls.longest
             preempted += summary.preemptions or 0
             stall.add(load, {name: summary.longest_stall_s})
@@ -348,7 +348,7 @@ def ss_f1(lab: Lab) -> Finding:
 def tokens_over_time(served: Served) -> list[Table]:
     """The output over time of the request that vllm stalls longest, there and under Sarathi-Serve;
     [] if it stalls none."""
-    longest = served.runs["vllm"].summary.stalls.longest
+    longest = served.runs["vllm"].stalls.longest
     if longest is None:
         return []
     title = f"request {longest.request_id}"
@@ -450,9 +450,9 @@ def b_7(lab: Lab) -> Finding:
             kv_tokens=slots * max_len,
         )
         for name, run in served.runs.items():
-            throughput.add(when, {name: run.summary.tokens_per_s})
-            tbt.add(when, {name: run.summary.tbt_s.p99})
-            ttft.add(when, {name: run.summary.ttft_s.p99})
+            throughput.add(when, {name: run.tokens_per_s})
+            tbt.add(when, {name: run.tbt_s.p99})
+            ttft.add(when, {name: run.ttft_s.p99})
     orca_gain = throughput["orca"].over(throughput[static], spec=".2fx")
     chunk_gain = throughput[small].over(throughput["orca"], spec=".2fx")
     stall = tbt["orca"].over(tbt[small], spec=".2fx")

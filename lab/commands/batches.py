@@ -16,6 +16,7 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from cli.loading import (
     ModelOptions,
@@ -30,14 +31,12 @@ from cli.options import (
     PerDevice,
     from_args,
     json_option,
-    keeping,
     number,
     option,
     whole,
-    write_json,
-    wrote,
 )
 from cli.tables import Cell, format_table
+from lab.commands.frame import reporting
 from lab.measure import timing, token_budget
 from lab.measure.batch_times import (
     Batch,
@@ -48,7 +47,7 @@ from lab.measure.batch_times import (
     time_sequences,
 )
 from lab.measure.capacity import time_steadily
-from lab.measure.machine_info import RealMachineInfo, measure_machine
+from lab.measure.machine_info import measure_machine
 from lab.measure.token_budget import Case, Profiled
 from model import GPT
 from parallel import runner_for
@@ -59,23 +58,6 @@ CHUNKS = re.compile(
     rf"(?:{NUMBER}x)?{NUMBER}(?:@{NUMBER})?(?:/{NUMBER})?"
 )  # "6x1@1024", "2048/256"
 TIMES = re.compile(rf"(?:{NUMBER} *\*)?(.*)", re.DOTALL)  # "2 * 2048/256"
-
-
-def cells_of(row: SequenceTime) -> list[Cell]:
-    """The row of a table."""
-    return [
-        ("tokens", row.tokens, ",d"),
-        ("preproj", row.preproj_ms, ",.2f"),
-        ("postproj", row.postproj_ms, ",.2f"),
-        ("ffn_ln1", row.ffn_ln1_ms, ",.2f"),
-        ("ffn_ln2", row.ffn_ln2_ms, ",.2f"),
-        ("attention", row.attention_ms, ",.2f"),
-        ("limit", row.attention_limit_ms, ",.2f"),
-        ("other", row.other_ms, ",.2f"),
-        ("total", row.total_ms, ",.2f"),
-        ("spread", row.spread, ".0%"),
-        ("tokens/ms", row.tokens_per_ms, ".3g"),
-    ]
 
 
 NOTE = (
@@ -186,47 +168,42 @@ def resolve(parser: OptionParser, args: Namespace) -> BatchesOptions:
     for name in ONLY_BUDGET:
         if args.slo is None and getattr(args, name) is not None:
             parser.error(f"--{name.replace('_', '-')}: goes with --slo")
-    model = model_options(args)
-    if args.slo is None:
-        model = resolve_model(model)
-    else:
-        model = resolve_model(model, gpu_preset="llama3-8b", gpu_bytes=75e9)
+    large = {"gpu_preset": "llama3-8b", "gpu_bytes": 75e9} if args.slo else {}
+    model = resolve_model(model_options(args), **large)
     return from_args(BatchesOptions, args, model=model)
 
 
 def main(options: BatchesOptions) -> None:
     """The command."""
-    if options.slo is not None:
+    sequences = dict(options.batches)
+    if options.slo is None:
+        model = load_model(options.model, longest(sequences), positions_from="batch-length")
+        machine = measure_machine(model, options.model.title, rows=256)
+    else:
         model = load_model(options.model, options.max_len, positions_from="--max-len")
         machine = measure_machine(model, options.model.title, options.whole_tile)
-        find_budget(model, machine, options, options.slo)
-        return
-    sequences = dict(options.batches)
-    model = load_model(options.model, longest(sequences), positions_from="batch-length")
-    machine = measure_machine(model, options.model.title, rows=256)
-    rows = time_sequences(
-        model,
-        machine,
-        sequences,
-        repeats=options.repeats,
-        attention=options.model.attention,
-    )
     print(machine.heading())
-    print_batches(rows)
-    report = {"machine": machine.to_json()}
-    report["batches"] = {name: row.to_json() for name, row in rows.items()}
-    write_json(options, report)
-    wrote(options.json)
+    report: dict[str, Any] = {"machine": machine.to_json()}
+    with reporting(options, report):
+        if options.slo is not None:
+            find_budget(make_runner(model, options), options, options.slo, report)
+            return
+        report["batches"] = rows = time_sequences(
+            model,
+            machine,
+            sequences,
+            repeats=options.repeats,
+            attention=options.model.attention,
+        )
+        print_batches(rows)
 
 
 def find_budget(
-    model: GPT, machine: RealMachineInfo, options: BatchesOptions, slo_s: float
+    runner: Runner, options: BatchesOptions, slo_s: float, report: dict[str, Any]
 ) -> None:
     """Find the largest token budget within the SLO, and print the times that it rests on. What is
-    timed when it is interrupted is printed and kept."""
-    print(machine.heading())
+    timed when it is interrupted is printed, too, and is in the report."""
     profile: list[Profiled] = []
-    report: dict[str, object] = {"machine": machine.to_json()}
 
     def time_and_keep(runner: Runner, cases: Sequence[Case]) -> list[Profiled]:
         rows = time_steadily(runner, cases)
@@ -234,29 +211,28 @@ def find_budget(
         report["profile"] = [row._asdict() for row in profile]
         return rows
 
-    with keeping(options, report):
-        try:
-            budget, _ = token_budget.choose_budget(
-                make_runner(model, options),
-                slo_s,
-                options.decodes,
-                options.contexts,
-                options.whole_tile,
-                options.max_len,
-                time_and_keep,
-            )
-        finally:
-            if profile:
-                print_profile(profile, options.decodes, slo_s)
-        conclusion = (
-            f"Token budget {budget}: the largest of whole tiles of {options.whole_tile} that "
-            "meets the SLO."
+    try:
+        budget, _ = token_budget.choose_budget(
+            runner,
+            slo_s,
+            options.decodes,
+            options.contexts,
+            options.whole_tile,
+            options.max_len,
+            time_and_keep,
         )
-        if max(row.spread for row in profile) > timing.BUSY:
-            budget = None
-            conclusion = f"Token budget: {timing.TOO_BUSY}."
-        print(conclusion)
-        report |= {"budget": budget, "conclusion": conclusion}
+    finally:
+        if profile:
+            print_profile(profile, options.decodes, slo_s)
+    conclusion = (
+        f"Token budget {budget}: the largest of whole tiles of {options.whole_tile} that "
+        "meets the SLO."
+    )
+    if max(row.spread for row in profile) > timing.BUSY:
+        budget = None
+        conclusion = f"Token budget: {timing.TOO_BUSY}."
+    print(conclusion)
+    report |= {"budget": budget, "conclusion": conclusion}
 
 
 def make_runner(model: GPT, options: BatchesOptions) -> Runner:
@@ -289,11 +265,23 @@ def print_profile(profile: Sequence[Profiled], decodes: int, slo_s: float) -> No
 
 def print_batches(rows: Mapping[str, SequenceTime]) -> None:
     """Print the table of what was timed."""
-    marked = {
-        timing.mark(name, row.busy): [*cells_of(row), *launch_cells(row)]
-        for name, row in rows.items()
-    }
-    print(f"{format_table('ms', marked)}\n\n{NOTE}{launch_note(rows)}")
+    cells: dict[str, list[Cell]] = {}
+    for name, row in rows.items():
+        cells[timing.mark(name, row.busy)] = [
+            ("tokens", row.tokens, ",d"),
+            ("preproj", row.preproj_ms, ",.2f"),
+            ("postproj", row.postproj_ms, ",.2f"),
+            ("ffn_ln1", row.ffn_ln1_ms, ",.2f"),
+            ("ffn_ln2", row.ffn_ln2_ms, ",.2f"),
+            ("attention", row.attention_ms, ",.2f"),
+            ("limit", row.attention_limit_ms, ",.2f"),
+            ("other", row.other_ms, ",.2f"),
+            ("total", row.total_ms, ",.2f"),
+            ("spread", row.spread, ".0%"),
+            ("tokens/ms", row.tokens_per_ms, ".3g"),
+            *launch_cells(row),
+        ]
+    print(f"{format_table('ms', cells)}\n\n{NOTE}{launch_note(rows)}")
 
 
 def launch_cells(row: BatchTime) -> list[Cell]:

@@ -8,9 +8,9 @@ serve.py, where requests arrive while others run: Sarathi-Serve's half."""
 import textwrap
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -31,23 +31,22 @@ from cli.options import (
     json_option,
     number,
     option,
+    plain,
     plot_option,
     policies_option,
     whole,
-    write_json,
     write_text,
-    wrote,
-    wrote_page,
 )
-from cli.tables import Cell, format_table, show
+from cli.tables import format_table, show
 from config import EngineConfig
 from lab.commands.batches import launch_cells, launch_note
+from lab.commands.frame import reporting
 from lab.measure import gain, timing
 from lab.measure.batch_times import time_layer
-from lab.measure.decode_maximal import DecodeMaximal, HybridTime, measure_decode_maximal
-from lab.measure.gain import GainExplanation, Step
+from lab.measure.decode_maximal import DecodeMaximal, measure_decode_maximal
 from lab.measure.machine_info import RealMachineInfo, measure_machine
-from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
+from lab.measure.offline_load import OfflineLoad, PolicyRun, policy_runs, run_policies
+from lab.measure.run_loop import Run
 from lab.measure.run_plan import run_plan
 from lab.simulator.referee import broken_rules, mark_broken
 from model import GPT, GPTConfig
@@ -59,40 +58,6 @@ from policies.referee import Violation
 DEFAULT_POLICIES = "request-level,orca-best,vllm,sarathi,sarathi-serve"
 MORE_REQUESTS_S = 25  # more than 2 B + 1 are served while all policies together take so long
 ALL_LAYERS_S = 65  # with fewer layers if they would take longer, on a CPU
-
-
-def cost(milliseconds: float | None) -> float | None:
-    """A cost as it is printed: one that is negative is noise."""
-    return None if milliseconds is None or milliseconds < 0 else milliseconds
-
-
-def decode_maximal_cells(row: HybridTime) -> list[Cell]:
-    """A row of Table 2."""
-    return [
-        ("prefill + decodes", f"{row.prefill_tokens} + {row.decodes}", ""),
-        ("products", row.products_ms, ".1f"),
-        ("attention", row.attention_ms, ".1f"),
-        ("limit", row.attention_limit_ms, ".1f"),
-        ("other", row.other_ms, ".1f"),
-        ("total", row.total_ms, ".1f"),
-        ("spread", row.spread, ".0%"),
-        ("per prefill token", cost(row.prefill_token_ms), ".3f"),
-        ("per decode token", cost(row.decode_token_ms), ".3f"),
-    ]
-
-
-def end_to_end_cells(row: PolicyRun) -> list[Cell]:
-    """The row of a policy."""
-    return [
-        ("tokens/s", row.tokens_per_s, ",.0f"),
-        ("gain", row.gain, ".2fx"),
-        ("whole run", row.whole_run_gain, ".2fx"),
-        ("P50 TTFT s", row.summary.ttft_s.p50, ".2f"),
-        ("P99 TBT s", row.summary.tbt_s.p99, ".3f"),
-        ("longest stall s", row.summary.longest_stall_s, ".3f"),
-        ("iterations", row.summary.iterations, ""),
-        ("tokens/iteration", row.summary.tokens_per_iteration, ".0f"),
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +126,7 @@ def resolve(parser: OptionParser, args: Namespace) -> OfflineOptions:
         parser.error(f"--chunk {args.chunk}: must be {limits}")
     if "dynamic" in args.policies:
         parser.error("--policies dynamic: follows an SLO, see bench.py serve and capacity")
-    # raises ValueError for a chunk size of a policy that has none
-    run_plan(args.policies, [1], EngineConfig(page_size=1, pages=1))
+    plan(args.policies)  # raises ValueError for a chunk size of a policy that has none
     options = from_args(
         OfflineOptions,
         args,
@@ -179,68 +143,97 @@ def resolve(parser: OptionParser, args: Namespace) -> OfflineOptions:
     return options
 
 
+def plan(labels: list[str]) -> dict[str, EngineConfig]:
+    """A config for each label, a policy or one with a chunk size."""
+    return run_plan(labels, [1], EngineConfig(page_size=1, pages=1))
+
+
 def main(options: OfflineOptions) -> None:
     """The command. What is done when it is interrupted is printed and written."""
     began = time.perf_counter()
-    options = cut_layers(options)
+    tokens = len(options.policies) * options.fewest_requests * options.seq_len
+    options = replace(options, model=affordable_layers(options, tokens, ALL_LAYERS_S))
     model = load_model(options.model, options.seq_len, positions_from="--seq-len")
     machine = measure_machine(model, options.model.title, options.chunk)
     print(machine.heading() + limits_line(machine))
-    violations = violations_of(options.policies)
+    broken = broken_rules(config.policy for config in plan(options.policies).values())
+    violations = {
+        label: broken[config.policy]
+        for label, config in plan(options.policies).items()
+        if config.policy in broken
+    }
     for violation in violations.values():
         print(f"{violation.sentence}\n")
+    table = measure_decode_maximal(
+        model,
+        machine,
+        context=options.seq_len,
+        batch=options.batch,
+        chunk=options.chunk,
+        attention=options.model.attention,
+    )
+    anchor_s = 10 * table.decode_only.total_ms / 1e3  # gaps between tokens above it are red
+    print_decode_maximal(table, options)
+    if not options.requests_given:
+        options = replace(options, requests=affordable_requests(table, options))
+    seconds = all_policies_s(table, options)
+    print(f"serving {options.requests} requests under each policy, {seconds:.0f} s in all:")
     recorders = {name: Recorder() for name in options.policies} if options.html else {}
-    rows: dict[str, PolicyRun] = {}
-    report: dict[str, object] = {"machine": machine.to_json()}
-    anchor_s = 0.0
-    try:
-        table = measure_decode_maximal(
-            model,
-            machine,
-            context=options.seq_len,
-            batch=options.batch,
-            chunk=options.chunk,
-            attention=options.model.attention,
+    runs: dict[str, Run] = {}
+    report: dict[str, Any] = {"machine": machine.to_json()}
+
+    def draw(file: str) -> None:
+        from lab.pictures.timelines import plot_timelines
+
+        plot_timelines(runs, machine.to_json(), file, anchor_s)
+
+    def write_page(file: str) -> None:
+        text = page(
+            f"{options.requests} requests, all there at the start",
+            machine.heading(),
+            recorders,
+            slo_s=anchor_s,
+            slo_source="10 decode iterations",
         )
-        report |= table.to_json()
-        anchor_s = 10 * table.decode_only.total_ms / 1e3
-        print_decode_maximal(table, options)
-        if not options.requests_given:
-            options = replace(options, requests=affordable_requests(table, options))
-        print_duration(table, options)
+        write_text(file, text)
+
+    with reporting(options, report, plot=draw, html=write_page):
+        report |= {
+            "decode_maximal": table.rows,
+            "decode_speedup": {
+                "total": table.speedup,
+                "products": table.products_speedup,
+                "device": table.device_speedup,
+            },
+            "promised_gain": table.promised_gain,
+        }
+        count = len(options.policies) * options.load.tokens
         try:
-            for name, row in run_with_progress(model, options, recorders):
-                rows[name] = row
+            with tqdm(desc="tokens", total=count, leave=False, disable=None) as bar:
+                for name, run in run_policies(
+                    model,
+                    options.policies,
+                    options.load,
+                    chunk=options.chunk,
+                    attention=options.model.attention,
+                    progress=bar.update,
+                    recorders=recorders,
+                ):
+                    tqdm.write(f"{name}: {options.requests} requests in {run.seconds:.1f} s")
+                    runs[name] = run
+            print()
         finally:
-            report["end_to_end"] = {name: row.to_json() for name, row in rows.items()}
-            if rows:
-                print_end_to_end(rows, options, violations)
+            rows = policy_runs(options.policies, runs, options.batch)
+            report["end_to_end"] = {name: row_json(row) for name, row in rows.items()}
+            print_end_to_end(rows, options, violations)
         if options.explain:
-            explanation = explain(model, rows, options)
-            report["explained"] = explanation.to_json()
-            print_explanation(explanation)
+            report["explained"] = explain(model, rows, options)
         conclusion = conclude(table, rows, options.chunk, violations)
         seconds = time.perf_counter() - began
         report |= {"conclusion": conclusion, "seconds": seconds}
         print(f"{conclusion}\n\ntook {seconds:.0f} s")
         if len(rows) > 1:
             print(equal_tokens_line(rows, options.model.dtype))
-    except KeyboardInterrupt:
-        print("\ninterrupted: what was measured is above")
-        raise
-    finally:
-        if anchor_s:
-            write_json(options, report)
-            wrote(options.json)
-        if rows:
-            draw(rows, machine, recorders, options, anchor_s)
-
-
-def cut_layers(options: OfflineOptions) -> OfflineOptions:
-    """The options with fewer layers, if all policies would take longer than ALL_LAYERS_S for the
-    fewest requests that make a full round."""
-    tokens = len(options.policies) * options.fewest_requests * options.seq_len
-    return replace(options, model=affordable_layers(options, tokens, ALL_LAYERS_S))
 
 
 def affordable_layers(options: OfflineOptions, tokens: int, limit_s: float) -> ModelOptions:
@@ -271,64 +264,21 @@ def affordable_layers(options: OfflineOptions, tokens: int, limit_s: float) -> M
     return replace(model, layers=layers)
 
 
-def all_policies_s(table: DecodeMaximal, options: OfflineOptions, requests: int) -> float:
-    """The seconds that all policies together take to serve so many requests, if a token costs what
-    it costs in the hybrid batch."""
+def all_policies_s(table: DecodeMaximal, options: OfflineOptions) -> float:
+    """The seconds that all policies together take to serve the load, if a token costs what it costs
+    in the hybrid batch."""
     hybrid = table.decode_maximal
     token_ms = hybrid.total_ms / (hybrid.prefill_tokens + hybrid.decodes)
-    tokens = replace(options, requests=requests).load.tokens
-    return len(options.policies) * tokens * token_ms / 1e3
+    return len(options.policies) * options.load.tokens * token_ms / 1e3
 
 
 def affordable_requests(table: DecodeMaximal, options: OfflineOptions) -> int:
     """How many requests all policies together serve in about MORE_REQUESTS_S.
 
     At least 2 B + 1, or there is no full round of requests to measure, at most the default."""
-    request_s = all_policies_s(table, options, options.requests) / options.requests
+    request_s = all_policies_s(table, options) / options.requests
     requests = max(options.fewest_requests, int(MORE_REQUESTS_S / request_s))
     return min(requests, options.requests)
-
-
-def print_duration(table: DecodeMaximal, options: OfflineOptions) -> None:
-    """Print how long the policies take together, before they begin."""
-    seconds = all_policies_s(table, options, options.requests)
-    print(f"serving {options.requests} requests under each policy, {seconds:.0f} s in all:")
-
-
-def violations_of(labels: Sequence[str]) -> dict[str, Violation]:
-    """{label: the first Violation of its policy} of those that break a rule. A label is a policy,
-    or one with a chunk size."""
-    configs = run_plan(labels, [1], EngineConfig(page_size=1, pages=1))
-    violations = broken_rules(config.policy for config in configs.values())
-    return {
-        label: violations[config.policy]
-        for label, config in configs.items()
-        if config.policy in violations
-    }
-
-
-def run_with_progress(
-    model: GPT, options: OfflineOptions, recorders: Mapping[str, Recorder]
-) -> Iterator[tuple[str, PolicyRun]]:
-    """Serve the load under each policy, see run_policies, with a progress bar and, when a policy is
-    done, a line."""
-
-    def print_ended(name: str, seconds: float) -> None:
-        tqdm.write(f"{name}: {options.requests} requests in {seconds:.1f} s")
-
-    count = len(options.policies) * options.load.tokens
-    with tqdm(desc="tokens", total=count, leave=False, disable=None) as bar:
-        yield from run_policies(
-            model,
-            options.policies,
-            options.load,
-            chunk=options.chunk,
-            attention=options.model.attention,
-            progress=bar.update,
-            ended=print_ended,
-            recorders=recorders,
-        )
-    print()
 
 
 def limits_line(machine: RealMachineInfo) -> str:
@@ -345,14 +295,31 @@ def limits_line(machine: RealMachineInfo) -> str:
 
 
 def print_decode_maximal(table: DecodeMaximal, options: OfflineOptions) -> None:
-    """Print Table 2 of this machine."""
-    speedup = (
-        f"{show_speedup(table.speedup)}; of the products {show_speedup(table.products_speedup)}"
-    )
+    """Print Table 2 of this machine. A cost that is negative is noise."""
+
+    def cost(milliseconds: float | None) -> float | None:
+        return None if milliseconds is None or milliseconds < 0 else milliseconds
+
+    def speedup_text(speedup: float | None) -> str:
+        return show(speedup, ".1fx") if speedup else "lost in the noise"
+
+    speedup = f"{speedup_text(table.speedup)}; of the products "
+    speedup += speedup_text(table.products_speedup)
     if table.decode_only.device_ms is not None:
-        speedup += f"; of the time of the device {show_speedup(table.device_speedup)}"
+        speedup += f"; of the time of the device {speedup_text(table.device_speedup)}"
     rows = {
-        timing.mark(name, row.busy): [*decode_maximal_cells(row), *launch_cells(row)]
+        timing.mark(name, row.busy): [
+            ("prefill + decodes", f"{row.prefill_tokens} + {row.decodes}", ""),
+            ("products", row.products_ms, ".1f"),
+            ("attention", row.attention_ms, ".1f"),
+            ("limit", row.attention_limit_ms, ".1f"),
+            ("other", row.other_ms, ".1f"),
+            ("total", row.total_ms, ".1f"),
+            ("spread", row.spread, ".0%"),
+            ("per prefill token", cost(row.prefill_token_ms), ".3f"),
+            ("per decode token", cost(row.decode_token_ms), ".3f"),
+            *launch_cells(row),
+        ]
         for name, row in table.rows.items()
     }
     print(
@@ -367,15 +334,23 @@ def print_decode_maximal(table: DecodeMaximal, options: OfflineOptions) -> None:
     )
 
 
-def show_speedup(speedup: float | None) -> str:
-    """A speedup of a decode as it is printed."""
-    return show(speedup, ".1fx") if speedup else "lost in the noise"
+def row_json(row: PolicyRun) -> dict[str, Any]:
+    """The row of a policy as --json has it: its tokens per second are those of a full pipeline."""
+    return plain(row.summary) | {
+        "tokens_per_s": row.tokens_per_s,
+        "busy": row.busy,
+        "whole_run_tokens_per_s": row.summary.tokens_per_s,
+        "gain": row.gain,
+        "whole_run_gain": row.whole_run_gain,
+    }
 
 
 def print_end_to_end(
     rows: Mapping[str, PolicyRun], options: OfflineOptions, violations: Mapping[str, Violation]
 ) -> None:
-    """Print the table of the policies. Those that break a rule are marked with it."""
+    """Print the table of the policies, if there are any. Those that break a rule are marked."""
+    if not rows:
+        return
     load = options.load
     batch = options.batch
     lengths = f"{load.prompt_len} + {load.output_len}"
@@ -383,7 +358,16 @@ def print_end_to_end(
     marked = {}
     for name, row in rows.items():
         rule = violations[name].rule if name in violations else None
-        marked[timing.mark(mark_broken(name, rule), row.busy)] = end_to_end_cells(row)
+        marked[timing.mark(mark_broken(name, rule), row.busy)] = [
+            ("tokens/s", row.tokens_per_s, ",.0f"),
+            ("gain", row.gain, ".2fx"),
+            ("whole run", row.whole_run_gain, ".2fx"),
+            ("P50 TTFT s", row.summary.p50_ttft_s, ".2f"),
+            ("P99 TBT s", row.summary.p99_tbt_s, ".3f"),
+            ("longest stall s", row.summary.longest_stall_s, ".3f"),
+            ("iterations", row.summary.iterations, ""),
+            ("tokens/iteration", row.summary.tokens_per_iteration, ".0f"),
+        ]
     print(
         f"2. End to end: {options.requests} requests of {lengths} tokens "
         f"(P:D {ratio:.0f}; the first {batch} want 1/{batch}, 2/{batch}, ...\n"
@@ -409,52 +393,41 @@ def equal_tokens_line(rows: Mapping[str, PolicyRun], dtype: str | None) -> str:
     return f"{line}; {reason}, see test_equivalence.py"
 
 
-def explain(model: GPT, rows: Mapping[str, PolicyRun], options: OfflineOptions) -> GainExplanation:
-    """Where the gain goes that the matrix products promise."""
+def explain(model: GPT, rows: Mapping[str, PolicyRun], options: OfflineOptions) -> dict[str, Any]:
+    """Print where the gain goes that the matrix products promise, and which step loses most.
+    Returns what --json has of it."""
     load = options.load
     make_runner = runner_for(model)
     runner = make_runner(model, load.batch, load.seq_len, load.seq_len, options.model.attention)
-    return gain.explain_gain(runner, rows, options.chunk, load.batch)
-
-
-def print_explanation(explanation: GainExplanation) -> None:
-    """Print the table of the steps, and which of them loses most."""
-    title = timing.mark("Where the gain goes", explanation.busy)
-    print(f"{title}: the batches of both once more\n")
-    rows = {
-        step.step: [
+    explanation = gain.explain_gain(runner, rows, options.chunk, load.batch)
+    table = {
+        step.name: [
             ("request-level", step.request_level_ms, ".4f"),
             ("sarathi", step.sarathi_ms, ".4f"),
             ("gain", step.gain, ".3fx"),
         ]
         for step in explanation.steps
     }
-    print(format_table("ms per token", rows))
-    print(
-        f"\n{largest_loss(explanation)}; "
-        f"the parts add up to the run's gain {explanation.difference:+.1%}\n"
-    )
-
-
-def largest_loss(explanation: GainExplanation) -> str:
-    """The part that lowers the gain most, in words."""
-    if explanation.busy:
-        return timing.TOO_BUSY
-
-    def factor(steps: tuple[Step, Step]) -> float:
-        before, after = steps
-        return after.gain / before.gain
-
-    before, after = min(pairwise(explanation.parts), key=factor)
-    cause = after.step.strip("+ ")
-    return f"most is lost to {cause}, {before.gain:.2f}x to {after.gain:.2f}x"
+    loss = timing.TOO_BUSY
+    if not explanation.busy:
+        before, after = explanation.largest_loss
+        cause = after.name.strip("+ ")
+        loss = f"most is lost to {cause}, {before.gain:.2f}x to {after.gain:.2f}x"
+    title = timing.mark("Where the gain goes", explanation.busy)
+    print(f"{title}: the batches of both once more\n")
+    print(format_table("ms per token", table))
+    print(f"\n{loss}; the parts add up to the run's gain {explanation.difference:+.1%}\n")
+    steps = [
+        {"step": name} | {head: value for head, value, _ in cells} for name, cells in table.items()
+    ]
+    return {"steps": steps, "difference": explanation.difference, "busy": explanation.busy}
 
 
 def conclude(
     table: DecodeMaximal,
     rows: Mapping[str, PolicyRun],
     chunk: int,
-    violations: Mapping[str, Violation] | None = None,
+    violations: Mapping[str, Violation],
 ) -> str:
     """Three paragraphs to take home. One about a busy machine says that it was busy. If policies
     break a rule, a fourth names them."""
@@ -481,30 +454,3 @@ def conclude(
         paragraph = f"{subject}: {timing.TOO_BUSY if busy else text}."
         texts.append(textwrap.fill(paragraph, 100, subsequent_indent="   ", break_on_hyphens=False))
     return "\n".join(texts)
-
-
-def draw(
-    rows: Mapping[str, PolicyRun],
-    machine: RealMachineInfo,
-    recorders: Mapping[str, Recorder],
-    options: OfflineOptions,
-    anchor_s: float,
-) -> None:
-    """Write the files of --plot and --html. Gaps between tokens above `anchor_s` are red."""
-    if options.plot:
-        from lab.pictures.timelines import plot_timelines
-
-        runs = {name: row.run for name, row in rows.items()}
-        plot_timelines(runs, machine.to_json(), options.plot, anchor_s)
-    if options.html:
-        title = f"{options.requests} requests, all there at the start"
-        text = page(
-            title,
-            machine.heading(),
-            recorders,
-            slo_s=anchor_s,
-            slo_source="10 decode iterations",
-        )
-        write_text(options.html, text)
-    wrote(options.plot)
-    wrote_page(options.html)

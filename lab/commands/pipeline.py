@@ -28,25 +28,18 @@ from cli.options import (
     plot_option,
     policies_option,
     whole,
-    write_json,
     write_text,
-    wrote,
 )
 from cli.tables import Cell, format_table
 from config import EngineConfig
+from lab.commands.frame import reporting
 from lab.measure import workload
 from lab.measure.machine_info import measure_machine
 from lab.measure.run_plan import run_plan
 from lab.measure.timing import TOO_BUSY, mark
 from lab.simulator.cost_model import FittedCost
 from lab.simulator.machine import profile_cases
-from lab.simulator.pipeline import (
-    PipelineSummary,
-    StageSummary,
-    fit_stages,
-    serve_pipeline,
-    summarize,
-)
+from lab.simulator.pipeline import PipelineSummary, fit_stages, serve_pipeline, summarize
 from lab.simulator.simulation import bubble_kinds, simulate
 from parallel.shard import Shard
 from parallel.stages import ParallelRunner
@@ -98,50 +91,6 @@ class PipelineRow:
     real: PipelineSummary
     simulated: PipelineSummary
 
-    @property
-    def makespan_off(self) -> float:
-        """How far the simulated makespan is off, as a share."""
-        return self.simulated.makespan_s / self.real.makespan_s - 1
-
-    @property
-    def bubbles_off(self) -> float | None:
-        """How far the simulated bubbles are off, as a share; None if there were none."""
-        if not self.real.bubbles_s:
-            return None
-        return self.simulated.bubbles_s / self.real.bubbles_s - 1
-
-    def to_json(self) -> list[dict[str, object]]:
-        """Both summaries."""
-        return [self.real.to_json(), self.simulated.to_json()]
-
-
-def run_cells(row: PipelineRow) -> list[Cell]:
-    """The row of a policy."""
-    return [
-        ("tokens/s", row.real.tokens_per_s, ",.0f"),
-        ("makespan", row.real.makespan_s, ".2f"),
-        ("simulated", row.simulated.makespan_s, ".2f"),
-        ("off", row.makespan_off, "+.0%"),
-        ("bubbles", row.real.bubbles_s, ".2f"),
-        ("simulated", row.simulated.bubbles_s, ".2f"),
-        ("off", row.bubbles_off, "+.0%"),
-        ("PB1", row.real.kinds_s["PB1"], ".2f"),
-        ("PB2", row.real.kinds_s["PB2"], ".2f"),
-        ("PB3", row.real.kinds_s["PB3"], ".2f"),
-        ("median", row.real.median_bubble_s, ".2f"),
-    ]
-
-
-def stage_cells(stage: StageSummary) -> list[Cell]:
-    """The row of a stage."""
-    return [
-        ("busy s", stage.busy_s, ".2f"),
-        ("bubble s", stage.bubble_s, ".2f"),
-        ("idle s", stage.idle_s, ".2f"),
-        ("own", stage.own, ".1%"),
-        ("sums", stage.sums, ".1%"),
-    ]
-
 
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command."""
@@ -163,76 +112,8 @@ def main(options: PipelineOptions) -> None:
     model = load_model(options.model, options.max_len, positions_from="--max-len")
     assert isinstance(model, Shard)  # there are several processes
     machine = measure_machine(model, options.model.name, options.chunk)
-    page_size = min(64, options.max_len)
-    cost = fit_cost(model, options, page_size)
-    arrivals = make_arrivals(options)
-    prompts = workload.prompts(arrivals, model.config.vocab_size, options.model.seed)
-    print(machine.heading())
-    rows: dict[str, PipelineRow] = {}
-    stage_runs: dict[str, list[StageRun]] = {}
-    try:
-        for name, config in plan_configs(options, page_size).items():
-            real = serve_pipeline(model, config, arrivals, prompts)
-            simulated = simulate(cost, real.config, arrivals)
-            summary = summarize(
-                simulated.run, simulated.busy, simulated.bubbles, simulated.stage_runs
-            )
-            rows[name] = PipelineRow(real=real.summary, simulated=summary)
-            stage_runs[name] = real.stage_runs
-            stage_runs[f"{name}, simulated"] = simulated.stage_runs
-    finally:
-        if rows:
-            conclusion = conclude(rows)
-            print_rows(rows)
-            print(conclusion)
-            report = {
-                "machine": machine.to_json(),
-                "hop_s": cost.hop_s,
-                "runs": {name: row.to_json() for name, row in rows.items()},
-                "conclusion": conclusion,
-            }
-            write_json(options, report)
-            if options.chrome_trace:
-                write_text(options.chrome_trace, chrome_trace(stage_runs))
-            if options.plot:
-                draw_beginnings(rows, stage_runs, options.plot, machine.to_json())
-            wrote(options.json, options.chrome_trace, options.plot)
-
-
-def fit_cost(model: Shard, options: PipelineOptions, page_size: int) -> FittedCost:
-    """The cost model of the stages, fitted to times of batches."""
-    runner = ParallelRunner(
-        model,
-        pages=PROFILE_SLOTS * pages_of_request(options, page_size),
-        page_size=page_size,
-        max_len=options.max_len,
-        attention=options.model.attention,
-    )
-    fitted, _ = profile_cases(options.max_len)
-    return fit_stages(runner, tqdm(fitted, "profile", leave=False, disable=None))
-
-
-def pages_of_request(options: PipelineOptions, page_size: int) -> int:
-    """How many pages a request of max_len has."""
-    return -(-options.max_len // page_size)
-
-
-def plan_configs(options: PipelineOptions, page_size: int) -> dict[str, EngineConfig]:
-    """The EngineConfig of each policy, with memory for full batches of the longest requests."""
-    requests = options.model.pp * options.batch
-    config = EngineConfig(
-        chunk=options.chunk,
-        max_batch=options.batch,
-        max_len=options.max_len,
-        page_size=page_size,
-        pages=requests * pages_of_request(options, page_size),
-        attention=options.model.attention,
-    )
-    return run_plan(options.policies, [page_size], config)
-
-
-def make_arrivals(options: PipelineOptions) -> list[workload.Arrival]:
-    """Requests of max_len / 4 to max_len tokens, which are all there at time 0."""
+    config = make_config(options)
+    cost = fit_cost(model, config)
     lengths = workload.zipf_lengths(
         options.max_len // 4,
         options.max_len,
@@ -241,25 +122,98 @@ def make_arrivals(options: PipelineOptions) -> list[workload.Arrival]:
         options.requests,
         options.model.seed,
     )
-    return [workload.Arrival(0.0, prompt_len, output_len) for prompt_len, output_len in lengths]
+    arrivals = [workload.Arrival(0.0, prompt_len, output_len) for prompt_len, output_len in lengths]
+    prompts = workload.prompts(arrivals, model.config.vocab_size, options.model.seed)
+    print(machine.heading())
+    rows: dict[str, PipelineRow] = {}
+    stage_runs: dict[str, list[StageRun]] = {}
+    report: dict[str, Any] = {"machine": machine.to_json(), "hop_s": cost.hop_s}
+
+    def show() -> None:
+        report["conclusion"] = conclude(rows)
+        print_rows(rows)
+        print(report["conclusion"])
+
+    def write_trace(file: str) -> None:
+        events = [
+            trace_event(name, f"stage {run.stage + 1}", run)
+            for name, runs in stage_runs.items()
+            for run in runs
+        ]
+        write_text(file, json.dumps({"traceEvents": events}))
+
+    def draw(file: str) -> None:
+        draw_beginnings(compared_policies(rows) or [*rows], stage_runs, file, report["machine"])
+
+    with reporting(options, report, show, chrome_trace=write_trace, plot=draw):
+        for name, each in run_plan(options.policies, [config.page_size or 1], config).items():
+            real = serve_pipeline(model, each, arrivals, prompts)
+            simulated = simulate(cost, real.config, arrivals)
+            stage_runs[name] = real.stage_runs
+            runs = stage_runs[f"{name}, simulated"] = simulated.stage_runs
+            summary = summarize(simulated.run, simulated.busy, simulated.bubbles, runs)
+            rows[name] = PipelineRow(real=real.summary, simulated=summary)
+            report.setdefault("runs", {})[name] = [real.summary.to_json(), summary.to_json()]
+
+
+def make_config(options: PipelineOptions) -> EngineConfig:
+    """The EngineConfig, without a policy, with memory for full batches of the longest requests."""
+    page_size = min(64, options.max_len)
+    return EngineConfig(
+        chunk=options.chunk,
+        max_batch=options.batch,
+        max_len=options.max_len,
+        page_size=page_size,
+        pages=options.model.pp * options.batch * -(-options.max_len // page_size),
+        attention=options.model.attention,
+    )
+
+
+def fit_cost(model: Shard, config: EngineConfig) -> FittedCost:
+    """The cost model of the stages, fitted to times of batches."""
+    max_len = config.max_len or 0
+    page_size = config.page_size or 1
+    pages = PROFILE_SLOTS * -(-max_len // page_size)
+    runner = ParallelRunner(model, pages, page_size, max_len, config.attention)
+    fitted, _ = profile_cases(max_len)
+    return fit_stages(runner, tqdm(fitted, "profile", leave=False, disable=None))
 
 
 def print_rows(rows: Mapping[str, PipelineRow]) -> None:
     """Print the tables of policies and of stages."""
-    policies = {}
-    stages = {}
+
+    def off(simulated: float, real: float) -> float | None:
+        return simulated / real - 1 if real else None
+
+    policies: dict[str, list[Cell]] = {}
+    stages: dict[str, list[Cell]] = {}
     for policy, row in rows.items():
-        name = mark(policy, row.real.busy)
-        policies[name] = run_cells(row)
-        for number_of_stage, stage in enumerate(row.real.stages, start=1):
-            stages[f"{name}, {number_of_stage}"] = stage_cells(stage)
-    print(format_table("seconds", policies))
+        real, simulated = row.real, row.simulated
+        name = mark(policy, real.busy)
+        policies[name] = [
+            ("tokens/s", real.tokens_per_s, ",.0f"),
+            ("makespan", real.makespan_s, ".2f"),
+            ("simulated", simulated.makespan_s, ".2f"),
+            ("off", off(simulated.makespan_s, real.makespan_s), "+.0%"),
+            ("bubbles", real.bubbles_s, ".2f"),
+            ("simulated", simulated.bubbles_s, ".2f"),
+            ("off", off(simulated.bubbles_s, real.bubbles_s), "+.0%"),
+            *((kind, seconds, ".2f") for kind, seconds in real.kinds_s.items()),
+            ("median", real.median_bubble_s, ".2f"),
+        ]
+        for number_of_stage, stage in enumerate(real.stages, start=1):
+            stages[f"{name}, {number_of_stage}"] = [
+                ("busy s", stage.busy_s, ".2f"),
+                ("bubble s", stage.bubble_s, ".2f"),
+                ("idle s", stage.idle_s, ".2f"),
+                ("own", stage.own, ".1%"),
+                ("sums", stage.sums, ".1%"),
+            ]
     print(
+        f"{format_table('seconds', policies)}\n"
         "\nbubbles: of all stages, by what is before and after: PB1, prefills of different length;"
-        "\nPB2, a prefill and decodes; PB3, decodes of different context; median: of a request\n"
-    )
-    print(format_table("policy, stage", stages))
-    print(
+        "\nPB2, a prefill and decodes; PB3, decodes of different context; median: of a request\n\n"
+        f"{format_table('policy, stage', stages)}\n"
         "\nidle: all else, at the start, at the end, between batches; own: scheduling, messages,"
         "\nPython, and sums: all-reduces with their waiting, as shares of busy\n"
     )
@@ -289,18 +243,9 @@ def conclude(rows: Mapping[str, PipelineRow]) -> str:
     )
 
 
-def chrome_trace(stage_runs: Mapping[str, Sequence[StageRun]]) -> str:
-    """A trace for Perfetto: a process for each name, a track for each stage."""
-    events = [
-        trace_event(name, f"stage {run.stage + 1}", run)
-        for name, runs in stage_runs.items()
-        for run in runs
-    ]
-    return json.dumps({"traceEvents": events})
-
-
 def trace_event(process: str, track: str, run: StageRun) -> dict[str, Any]:
-    """A batch on a stage, as an event of a trace."""
+    """A batch on a stage, as an event of a trace for Perfetto."""
+    chunks = [f"{chunk.request_id}: {chunk.length} from {chunk.start}" for chunk in run.chunks]
     return {
         "name": f"micro-batch {run.micro_batch}",
         "pid": process,
@@ -308,27 +253,24 @@ def trace_event(process: str, track: str, run: StageRun) -> dict[str, Any]:
         "ph": "X",  # a complete event
         "ts": 1e6 * run.start,
         "dur": 1e6 * (run.end - run.start),
-        "args": {
-            "chunks": [
-                f"{chunk.request_id}: {chunk.length} from {chunk.start}" for chunk in run.chunks
-            ]
-        },
+        "args": {"chunks": chunks},
     }
 
 
 def draw_beginnings(
-    rows: Mapping[str, PipelineRow],
+    names: Sequence[str],
     stage_runs: Mapping[str, Sequence[StageRun]],
     file: str,
     machine: Mapping[str, object],
 ) -> None:
-    """Draw how two of the runs begin, or all if these two are not there."""
+    """Draw how the runs of these policies begin, real and simulated."""
     from lab.pictures.pipelines import plot_pipeline  # matplotlib takes a second
 
-    names = []
-    for name in compared_policies(rows) or rows:
-        names += [name, f"{name}, simulated"]
     end_s = stage_runs[names[0]][:DRAWN][-1].end
-    drawn = {name: [run for run in stage_runs[name] if run.end <= end_s] for name in names}
+    drawn = {
+        each: [run for run in stage_runs[each] if run.end <= end_s]
+        for name in names
+        for each in (name, f"{name}, simulated")
+    }
     kinds = {name: bubble_kinds(runs) for name, runs in drawn.items()}
     plot_pipeline(drawn, kinds, "The beginning of each run", file, machine, end_label="in")

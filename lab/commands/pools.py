@@ -9,7 +9,7 @@ DistServe and Splitwise have found. Read first: lab/simulator/goodput.py, lab/cl
 import json
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cli.options import (
@@ -17,32 +17,22 @@ from cli.options import (
     file_option,
     from_args,
     json_option,
-    keeping,
     nonempty_text,
     option,
+    plain,
     plot_option,
     whole,
     write_text,
     wrote,
 )
 from cli.tables import Cell, format_table
-from lab.claims.jobs import run_all
 from lab.claims.pools import LinkRow, Row, check_findings, describe
+from lab.commands.frame import reporting
 from lab.commands.pipeline import trace_event
 from lab.commands.simulate import Workers, processes_option
+from lab.simulator import goodput
 from lab.simulator.cost_model import CostModel
-from lab.simulator.goodput import (
-    Cluster,
-    Job,
-    Load,
-    Search,
-    Targets,
-    Trial,
-    find_goodput,
-    goodput,
-    rates,
-    run_job,
-)
+from lab.simulator.goodput import Cluster, Job, Load, Search, Targets, Trial
 from lab.simulator.simulation import Simulated
 from policies.pools import Pools
 
@@ -103,77 +93,73 @@ class Sweep:
     def __init__(self, options: PoolsOptions) -> None:
         self.options = options
         self.workers = Workers(options.processes)
-        self.chat = Load(CHAT, options.seconds, MAX_LEN)
 
-    def clusters(self, gpus: int, **changes: Any) -> list[Cluster]:
+    def load(self, lengths: str, max_len: int = MAX_LEN) -> Load:
+        """Requests of these lengths, for the time that the options say."""
+        return Load(lengths, self.options.seconds, max_len)
+
+    def clusters(self, gpus: int) -> list[Cluster]:
         """Replicas with each chunk size, and all splits, or five of many."""
-        first = Cluster(self.options.preset, self.options.device, gpus, **changes)
+        first = Cluster(self.options.preset, self.options.device, gpus)
         step = max(1, gpus // 4)
         splits = [Pools(p, gpus - p) for p in range(step, gpus, step)]
-        return [
-            *[replace(first, chunk=chunk) for chunk in CHUNKS],
-            *[replace(first, pools=pools) for pools in splits],
-        ]
-
-    def by_targets(self) -> dict[str, Row]:
-        """A Row for each pair of targets, of the chat load. The same trials serve all."""
-        clusters = self.clusters(self.options.gpus)
-        self.workers.name = f"{self.options.gpus} GPUs, {CHAT}"
-        jobs = {
-            (cluster, qps): Job(cluster, self.chat, qps)
-            for cluster in clusters
-            for qps in rates(cluster, self.chat, self.options.steps)
-        }
-        trials: dict[Cluster, list[Trial]] = {cluster: [] for cluster in clusters}
-        for (cluster, _), trial in run_all(self.workers, run_job, jobs).items():
-            trials[cluster].append(trial)
-        return {
-            describe(targets): row_of(
-                {cluster: goodput(each, targets) for cluster, each in trials.items()}
-            )
-            for targets in TARGETS
-        }
+        chunked = [replace(first, chunk=chunk) for chunk in CHUNKS]
+        return chunked + [replace(first, pools=pools) for pools in splits]
 
     def goodputs(
         self, clusters: Sequence[Cluster], load: Load, targets: Targets
     ) -> dict[Cluster, float]:
         """The goodput of each cluster, found with few trials."""
         self.workers.name = f"{clusters[0].instances} GPUs, {load.lengths}"
-        steps = self.options.steps
-        searches = {cluster: Search(cluster, load, targets, steps) for cluster in clusters}
-        return run_all(self.workers, find_goodput, searches)
+        searches = [Search(each, load, targets, self.options.steps) for each in clusters]
+        rates = self.workers(goodput.find_goodput, searches)
+        return dict(zip(clusters, rates, strict=True))
 
-    def row(self, gpus: int, load: Load) -> Row:
-        """The Row of so many GPUs, for the middle targets."""
-        return row_of(self.goodputs(self.clusters(gpus), load, MIDDLE))
+    def trials(self, name: str, jobs: Sequence[Job]) -> dict[Cluster, list[Trial]]:
+        """The trials of each cluster, with a progress bar of that name."""
+        self.workers.name = name
+        trials: dict[Cluster, list[Trial]] = {job.cluster: [] for job in jobs}
+        for job, trial in zip(jobs, self.workers(goodput.run_job, jobs), strict=True):
+            trials[job.cluster].append(trial)
+        return trials
 
-    def by_ratio(self) -> dict[str, Row]:
-        """A Row for each P:D ratio."""
-        loads = [self.chat._replace(lengths=lengths) for lengths in RATIOS]
-        return {load.lengths: self.row(self.options.gpus, load) for load in loads}
+    def row(self, gpus: int, lengths: str) -> Row:
+        """The Row of so many GPUs and a load, for the middle targets."""
+        return row_of(self.goodputs(self.clusters(gpus), self.load(lengths), MIDDLE))
 
-    def by_size(self) -> dict[str, Row]:
-        """A Row for each number of GPUs."""
-        return {f"{gpus} GPUs": self.row(gpus, self.chat) for gpus in SIZES}
+    def by_targets(self) -> dict[str, Row]:
+        """A Row for each pair of targets, of the chat load. The same trials serve all."""
+        load = self.load(CHAT)
+        jobs = [
+            Job(cluster, load, qps)
+            for cluster in self.clusters(self.options.gpus)
+            for qps in goodput.rates(cluster, load, self.options.steps)
+        ]
+        trials = self.trials(f"{self.options.gpus} GPUs, {CHAT}", jobs)
+        rows = {}
+        for targets in TARGETS:
+            rates = {each: goodput.goodput(trials[each], targets) for each in trials}
+            rows[describe(targets)] = row_of(rates)
+        return rows
 
-    def by_link(self, preset: str, with_goodput: bool) -> dict[str, LinkRow]:
+    def by_link(self, preset: str) -> dict[str, LinkRow]:
         """A LinkRow for each link, for prompts of 1,500 tokens of a model."""
-        load = Load("1500+100", self.options.seconds, 2048)
+        load = self.load("1500+100", 2048)
         alone = Cluster(preset, self.options.device, 2, chunk=MAX_LEN)
         pools = {link: replace(alone, pools=Pools(1, 1), link=link) for link in LINKS_SWEPT}
         at_end = {link: replace(pools[link], layer_wise=False) for link in LINKS_SWEPT}
         clusters = [alone, *at_end.values(), *pools.values()]
-        self.workers.name = f"links, {preset}"
-        jobs = {cluster: Job(cluster, load, LOW_RATE * cluster.instances) for cluster in clusters}
-        trials = run_all(self.workers, run_job, jobs)
-        goodputs: Mapping[Cluster, float] = {}
-        if with_goodput:
+        jobs = [Job(cluster, load, LOW_RATE * cluster.instances) for cluster in clusters]
+        trials = self.trials(f"links, {preset}", jobs)
+        second_s = {cluster: trial.second_p50_s for cluster, (trial,) in trials.items()}
+        goodputs: dict[Cluster, float] = {}
+        if preset == LARGE_CACHE:
             goodputs = self.goodputs(list(pools.values()), load, LINK_TARGETS)
         return {
             link: LinkRow(
-                at_end_s=trials[at_end[link]].second_p50_s,
-                layer_wise_s=trials[pools[link]].second_p50_s,
-                alone_s=trials[alone].second_p50_s,
+                at_end_s=second_s[at_end[link]],
+                layer_wise_s=second_s[pools[link]],
+                alone_s=second_s[alone],
                 goodput=goodputs.get(pools[link]),
             )
             for link in LINKS_SWEPT
@@ -183,13 +169,10 @@ class Sweep:
         """Goodput per GPU of DistServe's Figure 1: one GPU for both phases, or two that prefill
         and one that decodes."""
         one = Cluster(LARGE_CACHE, "a100-80gb", 1, policy="vllm", chunk=2048)
-        clusters = [
-            one,
-            replace(one, policy="sarathi-serve", chunk=512),
-            replace(one, instances=3, pools=Pools(2, 1)),
-        ]
-        load = Load(FIGURE_1, self.options.seconds, 2048)
-        goodputs = self.goodputs(clusters, load, FIGURE_1_TARGETS)
+        chunks = replace(one, policy="sarathi-serve", chunk=512)
+        pools = replace(one, instances=3, pools=Pools(2, 1))
+        load = self.load(FIGURE_1, 2048)
+        goodputs = self.goodputs([one, chunks, pools], load, FIGURE_1_TARGETS)
         return {cluster.name: rate for cluster, rate in goodputs.items()}
 
 
@@ -201,86 +184,80 @@ def row_of(goodputs: Mapping[Cluster, float]) -> Row:
     )
 
 
-def format_rows(head: str, rows: Mapping[str, Row]) -> str:
-    """A table of a sweep. All splits that occur have a column, if they are the same in all rows."""
-    splits = list(dict.fromkeys(split for row in rows.values() for split in row.pools))
-    has_columns = all(set(row.pools) == set(splits) for row in rows.values())
+def print_rows(head: str, rows: Mapping[str, Row], title: str = "") -> dict[str, Any]:
+    """Print the table of a sweep. The splits have columns, if they are the same in all rows.
+    Returns what --json has of it."""
+    has_columns = len({tuple(row.pools) for row in rows.values()}) == 1
     cells: dict[str, list[Cell]] = {}
     for name, row in rows.items():
         pools: list[Cell] = [("pools", row.best_pools, ",.2f")]
         if has_columns:
-            pools = [(split, row.pools[split], ",.2f") for split in splits]
+            pools = [(split, rate, ",.2f") for split, rate in row.pools.items()]
         cells[name] = [
             ("chunks", row.chunks, ",.2f"),
             *pools,
             ("pools / chunks", row.gain, ".2fx"),
             ("best", row.winner, ""),
         ]
-    return format_table(head, cells)
+    print(f"{title}{format_table(head, cells)}\n")
+    return {name: plain(row) for name, row in rows.items()}
 
 
-def link_cells(row: LinkRow) -> list[Cell]:
-    """The row of a link."""
-    return [
-        ("at the end, ms", 1e3 * row.at_end_s, ",.1f"),
-        ("layer by layer, ms", 1e3 * row.layer_wise_s, ",.1f"),
-        ("no link, ms", 1e3 * row.alone_s, ",.1f"),
-        ("goodput per GPU", row.goodput, ",.2f"),
-    ]
+def print_links(preset: str, rows: Mapping[str, LinkRow]) -> None:
+    """Print what a link costs a model."""
+    cells = {
+        link: [
+            ("at the end, ms", 1e3 * row.at_end_s, ",.1f"),
+            ("layer by layer, ms", 1e3 * row.layer_wise_s, ",.1f"),
+            ("no link, ms", 1e3 * row.alone_s, ",.1f"),
+            ("goodput per GPU", row.goodput, ",.2f"),
+        ]
+        for link, row in rows.items()
+    }
+    print(f"From the first token to the second, {preset}, prompts of 1,500 tokens, 1:1:\n")
+    print(format_table("link", cells), end="\n\n")
 
 
 def main(options: PoolsOptions) -> dict[str, Any]:
     """The command: its report, which --json writes. What is done when it is interrupted is kept."""
     sweep = Sweep(options)
+    gpus = options.gpus
     print(
-        f"simulated: {options.gpus} x {options.device}, {options.preset}; {CHAT} is the load, "
+        f"simulated: {gpus} x {options.device}, {options.preset}; {CHAT} is the load, "
         f"for {options.seconds:g} s\ngoodput: requests per second and GPU at which 90 % of "
         "them meet both targets, in TTFT and mean TBT, and P99 of all TBT meets the second;\n"
         f"chunks: sarathi-serve on replicas, the best of {', '.join(map(str, CHUNKS))}; "
         "1:3: one GPU prefills, three decode\n"
     )
     report: dict[str, Any] = {"command": options.command}
-    with keeping(options, report):
+    middle = describe(MIDDLE)
+    with reporting(options, report):
         targets = sweep.by_targets()
-        report["targets"] = {name: row.to_json() for name, row in targets.items()}
-        print(format_rows("targets", targets), end="\n\n")
-        ratios = sweep.by_ratio()
-        report["ratios"] = {name: row.to_json() for name, row in ratios.items()}
-        print(f"By prompt and output length, {describe(MIDDLE)}:\n")
-        print(format_rows("prompt+output", ratios), end="\n\n")
-        sizes = sweep.by_size()
-        report["sizes"] = {name: row.to_json() for name, row in sizes.items()}
-        print(f"By the number of GPUs, {describe(MIDDLE)}; of 8 GPUs each second split:\n")
-        print(format_rows("cluster", sizes), end="\n\n")
-        links = {
-            preset: sweep.by_link(preset, with_goodput=preset == LARGE_CACHE)
-            for preset in dict.fromkeys((LARGE_CACHE, options.preset))
-        }
-        report["links"] = {
-            preset: {name: asdict(row) for name, row in link_rows.items()}
-            for preset, link_rows in links.items()
-        }
-        for preset, link_rows in links.items():
-            print(f"From the first token to the second, {preset}, prompts of 1,500 tokens, 1:1:\n")
-            cells = {link: link_cells(row) for link, row in link_rows.items()}
-            print(format_table("link", cells), end="\n\n")
-        draw(options, targets, ratios, links[LARGE_CACHE])
-        figure_1 = sweep.figure_1()
-        report["figure_1"] = figure_1
-        findings = check_findings(
+        report["targets"] = print_rows("targets", targets)
+        ratios = {lengths: sweep.row(gpus, lengths) for lengths in RATIOS}
+        title = f"By prompt and output length, {middle}:\n\n"
+        report["ratios"] = print_rows("prompt+output", ratios, title)
+        sizes = {f"{size} GPUs": sweep.row(size, CHAT) for size in SIZES}
+        title = f"By the number of GPUs, {middle}; of 8 GPUs each second split:\n\n"
+        report["sizes"] = print_rows("cluster", sizes, title)
+        presets = dict.fromkeys((LARGE_CACHE, options.preset))
+        report["links"] = links = {preset: sweep.by_link(preset) for preset in presets}
+        for preset, rows in links.items():
+            print_links(preset, rows)
+        if options.plot:
+            draw(options, targets, ratios, links[LARGE_CACHE])
+        report["figure_1"] = figure_1 = sweep.figure_1()
+        report["findings"] = findings = check_findings(
             TARGETS[0].ttft_s, targets, ratios, sizes, links[LARGE_CACHE], figure_1
         )
-        report["findings"] = [asdict(finding) for finding in findings]
-        rows: dict[str, list[Cell]] = {
-            finding.text: [
+        cells: dict[str, list[Cell]] = {}
+        for finding in findings:
+            cells[finding.text] = [
                 ("paper", finding.paper, ""),
                 ("here", finding.here, ""),
                 ("holds", "yes" if finding.holds else "no", ""),
             ]
-            for finding in findings
-        }
-        print(format_table("finding", rows), end="\n\n")
-        print(conclude(targets))
+        print(f"{format_table('finding', cells)}\n\n{conclude(targets)}")
     if options.chrome_trace:
         write_text(options.chrome_trace, short_trace(options))
     wrote(options.plot, options.chrome_trace)
@@ -294,8 +271,6 @@ def draw(
     links: Mapping[str, LinkRow],
 ) -> None:
     """Write the picture of --plot."""
-    if not options.plot:
-        return
     from lab.pictures.pools import Goodputs, SecondToken, plot_pools
 
     plot_pools(
@@ -310,7 +285,7 @@ def draw(
             "dtype": "16 bits",
             "device": f"simulated: {options.gpus} x {options.device}",
         },
-        options.plot,
+        str(options.plot),
     )
 
 
@@ -332,13 +307,9 @@ def short_trace(options: PoolsOptions) -> str:
 
 def pool_events(name: str, pools: Pools, simulated: Simulated) -> Iterable[dict[str, Any]]:
     """The events of instances, and of the transfers, each from its start to its end."""
-
-    def track(instance: int) -> str:
-        role = "prefill" if instance < pools.prefill else "decode"
-        return f"{instance}: {role}"
-
     for run in simulated.stage_runs:
-        yield trace_event(name, track(run.replica), run)
+        role = "prefill" if run.replica < pools.prefill else "decode"
+        yield trace_event(name, f"{run.replica}: {role}", run)
     for sent in simulated.run.transfers:
         yield {
             "name": f"request {sent.request_id} to {sent.target}",

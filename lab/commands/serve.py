@@ -9,17 +9,17 @@ The SLO is a multiple of the time of a decode iteration, which is measured first
 §5.1). Read first: lab/measure/capacity.py. Read next: serve_options.py, serve_report.py."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from cli.loading import load_model
-from cli.options import write_json, write_text, wrote, wrote_page
+from cli.options import write_json, write_text
 from config import EngineConfig
+from lab.commands.frame import reporting
 from lab.commands.serve_options import (
     KV_SENDS,
     THIS,
@@ -31,27 +31,26 @@ from lab.commands.serve_options import (
 )
 from lab.commands.serve_report import (
     conclude,
-    format_heading,
+    describe_load,
     format_point,
+    format_sizes,
     print_capacities,
     print_runs,
     requests_csv,
+    run_json,
     search_json,
 )
 from lab.measure import capacity, workload
 from lab.measure.capacity import JudgedRun, SearchResult, Trial
 from lab.measure.link import measure_link
 from lab.measure.machine import Machine, RealMachine
+from lab.measure.machine_info import MachineInfo
 from lab.measure.run_loop import LoadInterrupted, Run
 from lab.measure.run_plan import run_plan
 from lab.measure.token_budget import MULTIPLES
 from lab.measure.workload import Arrival
 from lab.simulator.devices import LINKS, Link
-from lab.simulator.machine import (
-    CountingMachine,
-    FittedMachine,
-    SimulatedMachine,
-)
+from lab.simulator.machine import CountingMachine, FittedMachine, SimulatedMachine
 from lab.simulator.pools import KVLink, simulate_pools
 from lab.simulator.referee import broken_rules
 from page.html import page
@@ -63,6 +62,14 @@ __all__ = ["add_options", "main", "resolve"]
 
 SIZES = "sarathi-serve"  # the instances of two pools have memory and batches as under this policy
 ArrivalsAt = Callable[[float | None], list[Arrival]]  # a rate, or the trace's own -> a load
+Serve = Callable[..., Run]  # of a load, as Machine.serve
+
+
+class Server(NamedTuple):
+    """What serves a load, and the rule that its policy breaks, if it breaks one."""
+
+    serve: Serve
+    broken_rule: str | None = None
 
 
 def make_workload(options: LoadOptions) -> tuple[ArrivalsAt, str]:
@@ -71,18 +78,16 @@ def make_workload(options: LoadOptions) -> tuple[ArrivalsAt, str]:
     longest = options.max_len - prefix
     unit = "requests"
     turns = ""
-    logged: list[Arrival] | None = None
+    logged: list[Arrival] = []
     lengths: list[tuple[int, int]] = []
     if options.turns > 1:
         unit = "chats"
         turns = f" of up to {options.turns} turns, {workload.THINK_S:g} s after each answer"
     if options.trace:
-        logged, left_out = workload.read_trace(
-            options.trace, longest, options.trace_scale, options.requests
-        )
-        scale = f"lengths times {options.trace_scale:g}"
-        description = f"{len(logged)} {unit} of {options.trace}, {scale} ({left_out} left out)"
-        description += turns
+        scale = options.trace_scale
+        logged, left_out = workload.read_trace(options.trace, longest, scale, options.requests)
+        description = f"{len(logged)} {unit} of {options.trace}, lengths times {scale:g} "
+        description += f"({left_out} left out){turns}"
     else:
         lengths = workload.make_lengths(options.lengths, options.requests, longest, options.seed)
         sizes = f"of {options.lengths}"
@@ -97,15 +102,11 @@ def make_workload(options: LoadOptions) -> tuple[ArrivalsAt, str]:
             lengths.insert(0, (options.long_prompt, output_len))
         description += ", Poisson arrivals"
 
-    def first_turns(qps: float | None) -> list[Arrival]:
-        if logged is not None:
-            return workload.rescale(logged, qps) if qps else logged
-        if qps is None:
-            raise ValueError("qps=None: only a trace has a rate of its own")
-        return workload.poisson(lengths, qps, options.seed)
-
     def arrivals_at(qps: float | None) -> list[Arrival]:
-        arrivals = first_turns(qps)
+        if not logged:
+            arrivals = workload.poisson(lengths, qps or 1.0, options.seed)
+        else:
+            arrivals = workload.rescale(logged, qps) if qps else logged
         names = list(options.classes)
         shares = list(options.classes.values())
         classes = random.Random(options.seed).choices(names, shares, k=len(arrivals))
@@ -120,86 +121,36 @@ def make_workload(options: LoadOptions) -> tuple[ArrivalsAt, str]:
 def make_machine(options: ServeOptions) -> Machine:
     """The machine of --simulate, or this one. Raises ValueError for options that make no sense
     together."""
+    sizes = {"chunk": options.chunk, "max_len": options.max_len}
+    prompts = {"seed": options.seed, "shared_prefix": options.shared_prefix}
+    name = options.model.name
     if options.is_elsewhere:
-        return SimulatedMachine(
-            options.cost(),
-            options.model.name,
-            replicas=options.replicas,
-            max_len=options.max_len,
-            chunk=options.chunk,
-            seed=options.seed,
-            shared_prefix=options.shared_prefix,
-        )
+        cost = options.cost()
+        return SimulatedMachine(cost, name, replicas=options.replicas, **sizes, **prompts)
     model = load_model(options.model, options.max_len, positions_from="--max-len")
     attention = options.model.attention
-    real = RealMachine(
-        model,
-        options.model.name,
-        chunk=options.chunk,
-        max_len=options.max_len,
-        attention=attention,
-        seed=options.seed,
-        shared_prefix=options.shared_prefix,
-    )
+    real = RealMachine(model, name, attention=attention, **sizes, **prompts)
     if options.simulate != THIS:
         return real
     is_alone = options.command != "serve"
     return FittedMachine(real, max_len=options.max_len, attention=attention, is_alone=is_alone)
 
 
-class PoolsLink(NamedTuple):
-    """What joins two pools."""
-
-    text: str
-    simulated: KVLink | None  # None if nothing is simulated
-
-
-def pools_link(options: ServeOptions, machine: Machine) -> PoolsLink:
-    """The link that the options name; or that between two ranks, which is measured where it is
-    simulated, too."""
+def describe_link(options: ServeOptions, machine: Machine) -> tuple[str, KVLink | None]:
+    """What joins two pools, in words, and its simulation, if anything is simulated. That between
+    two ranks is measured where it is simulated, too."""
     if isinstance(machine, SimulatedMachine):
         is_layer_wise = options.kv_send == "layers"
         link = KVLink.of(machine.cost, LINKS[options.kv_link], layer_wise=is_layer_wise)
-        return PoolsLink(f"{options.kv_link}, {KV_SENDS[options.kv_send]}", link)
+        return f"{options.kv_link}, {KV_SENDS[options.kv_send]}", link
     text = f"torch.distributed, {KV_SENDS['end']}"
     if not isinstance(machine, FittedMachine):
-        return PoolsLink(text, None)
+        return text, None
     model = machine.real.model
     assert isinstance(model, Shard)  # there are two ranks
     speed = measure_link(model, options.max_len, options.model.attention)
     text += f": {1e3 * speed.step_s:.2f} ms and {speed.bytes_per_s / 1e9:.3g} GB/s"
-    return PoolsLink(text, KVLink(Link(speed.bytes_per_s, speed.step_s), speed.token_bytes))
-
-
-def pooled_servers(
-    options: ServeOptions, machine: Machine, kv_link: KVLink | None
-) -> dict[str, Callable[..., Run]]:
-    """{name: a function as Machine.serve} of --pools, which prefill whole prompts, or chunks. Real
-    and simulated as in machines_of."""
-    servers: dict[str, Callable[..., Run]] = {}
-    assert options.pools is not None
-    for suffix, server in machines_of(options, machine).items():
-        for kind, cuts_prompts in {"": False, " chunks": True}.items():
-            name = f"pools {options.pools}{kind}{suffix}"
-            if isinstance(server, RealMachine):
-                engine_class = ChunkedPoolsEngine if cuts_prompts else PoolsEngine
-                servers[name] = partial(server.serve, engine_class=engine_class)
-            elif isinstance(server, SimulatedMachine | FittedMachine) and kv_link is not None:
-                run = partial(
-                    simulate_pools,
-                    server.cost,
-                    pools=options.pools,
-                    kv_link=kv_link,
-                    cuts_prompts=cuts_prompts,
-                )
-                pooled = CountingMachine(
-                    run,
-                    seed=options.seed,
-                    shared_prefix=options.shared_prefix,
-                    drift=server.drift,
-                )
-                servers[name] = pooled.serve
-    return servers
+    return text, KVLink(Link(speed.bytes_per_s, speed.step_s), speed.token_bytes)
 
 
 def machines_of(options: ServeOptions, machine: Machine) -> dict[str, Machine]:
@@ -210,91 +161,109 @@ def machines_of(options: ServeOptions, machine: Machine) -> dict[str, Machine]:
     return {"": machine}
 
 
+def pooled_servers(
+    options: ServeOptions, machine: Machine, kv_link: KVLink | None
+) -> dict[str, Serve]:
+    """The servers of --pools, which prefill whole prompts, or chunks. Real and simulated as in
+    machines_of."""
+    servers: dict[str, Serve] = {}
+    for suffix, server in machines_of(options, machine).items():
+        for kind, cuts_prompts in {"": False, " chunks": True}.items():
+            name = f"pools {options.pools}{kind}{suffix}"
+            if isinstance(server, RealMachine):
+                engine_class = ChunkedPoolsEngine if cuts_prompts else PoolsEngine
+                servers[name] = partial(server.serve, engine_class=engine_class)
+            elif isinstance(server, SimulatedMachine | FittedMachine) and options.pools and kv_link:
+                run = partial(
+                    simulate_pools,
+                    server.cost,
+                    pools=options.pools,
+                    kv_link=kv_link,
+                    cuts_prompts=cuts_prompts,
+                )
+                servers[name] = CountingMachine(
+                    run,
+                    seed=options.seed,
+                    shared_prefix=options.shared_prefix,
+                    drift=server.drift,
+                ).serve
+    return servers
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Servers, each a function as Machine.serve of a load, and the load that all of them get.
-    `report` is what --json holds: each number is printed and written when it is known."""
+    """Servers and the load that all of them get. `report` is what --json holds: each number is
+    printed and written when it is known."""
 
     options: LoadOptions
     arrivals_at: ArrivalsAt
-    servers: Mapping[str, Callable[..., Run]]
+    servers: Mapping[str, Server]
     report: dict[str, Any]
-    heading: str  # of the machine
-    broken: Mapping[str, str] = field(default_factory=dict)  # server -> the rule its policy breaks
+    machine: MachineInfo
     rate_counts: bool = False  # see metrics.missed
 
     def run(self, name: str, qps: float | None, recorder: Recorder | None = None) -> Run:
         """Let a server serve the load at this rate."""
         arrivals = self.arrivals_at(qps)
         with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
-            return self.servers[name](arrivals, progress=bar.update, recorder=recorder)
+            return self.servers[name].serve(arrivals, progress=bar.update, recorder=recorder)
 
     def judge(self, name: str, run: Run) -> JudgedRun:
         """Whether a run met the SLO."""
-        rule = self.broken.get(name)
+        rule = self.servers[name].broken_rule
         return capacity.judge(run, self.report["slo_s"], rule, rate_counts=self.rate_counts)
 
-    def tell(self, name: str, qps: float | None, judged: JudgedRun) -> None:
-        """Print a run, and write the report, which has it already."""
-        print(format_point(name, qps, judged, self.report["unit"]))
+    def keep(self, results: str, name: str, row: dict[str, Any]) -> None:
+        """Keep the row of a server among the `results`, and write the report."""
+        self.report.setdefault(results, {})[name] = row
         self.report["conclusion"] = conclude(self.report)
         write_json(self.options, self.report)
-
-
-@contextmanager
-def saying_what_is_kept() -> Iterator[None]:
-    """Say at an interrupt that the results until then are kept."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("interrupted: what was seen until then is kept")
-        raise
 
 
 def compare_runs(comparison: Comparison) -> None:
     """`serve`: let each server serve at --qps. What there is at an interrupt is kept."""
     options = comparison.options
     report = comparison.report
+    slo_s = report["slo_s"]
     runs: dict[str, Run] = {}
     judged: dict[str, JudgedRun] = {}
     recorders: dict[str, Recorder] = {}
-    report["runs"] = {}
 
     def keep(name: str, run: Run) -> None:
         runs[name] = run
         judged[name] = comparison.judge(name, run)
-        report["runs"][name] = {"qps": options.qps, **judged[name].to_json()}
-        comparison.tell(name, options.qps, judged[name])
-        if options.csv:
-            write_text(options.csv, requests_csv(runs))
+        print(format_point(name, options.qps, judged[name], report["unit"]))
+        comparison.keep("runs", name, run_json(options.qps, judged[name]))
 
-    try:
-        with saying_what_is_kept():
-            for name in comparison.servers:
-                if options.html:
-                    recorders[name] = Recorder()
-                try:
-                    run = comparison.run(name, options.qps, recorders.get(name))
-                except LoadInterrupted as interrupt:
-                    keep(name, interrupt.run)
-                    raise
-                if name in recorders:
-                    name_instances(recorders[name], run, options)
-                keep(name, run)
-    finally:
-        if runs:
-            print()
-            print_runs(judged, report["slo_s"])
-            print(report["conclusion"])
-            if options.plot:
-                from lab.pictures.timelines import plot_serving
+    def show() -> None:
+        print()
+        print_runs(judged, slo_s)
+        print(report["conclusion"])
 
-                plot_serving(runs, report["machine"], options.plot, report["slo_s"])
+    def draw(file: str) -> None:
+        from lab.pictures.timelines import plot_serving
+
+        plot_serving(runs, report["machine"], file, slo_s)
+
+    def write_page(file: str) -> None:
+        heading = comparison.machine.heading()
+        write_text(file, page(report["load"], heading, recorders, slo_s=slo_s))
+
+    def write_csv(file: str) -> None:
+        write_text(file, requests_csv(runs))
+
+    with reporting(options, report, show, csv=write_csv, plot=draw, html=write_page):
+        for name in comparison.servers:
             if options.html:
-                html = page(report["load"], comparison.heading, recorders, slo_s=report["slo_s"])
-                write_text(options.html, html)
-            wrote(options.json, options.csv, options.plot)
-            wrote_page(options.html)
+                recorders[name] = Recorder()
+            try:
+                run = comparison.run(name, options.qps, recorders.get(name))
+            except LoadInterrupted as interrupt:
+                keep(name, interrupt.run)
+                raise
+            if name in recorders:
+                name_instances(recorders[name], run, options)
+            keep(name, run)
 
 
 def name_instances(recorder: Recorder, run: Run, options: LoadOptions) -> None:
@@ -312,59 +281,57 @@ def name_instances(recorder: Recorder, run: Run, options: LoadOptions) -> None:
 def compare_capacities(comparison: Comparison, start: float, ratio: float) -> None:
     """`capacity`: search the highest rate at which each server meets the SLO, from the rate `start`
     on. What there is at an interrupt is kept."""
-    options = comparison.options
     report = comparison.report
     searches: dict[str, SearchResult[JudgedRun]] = {}
-    report["results"] = {}
 
-    def search(name: str) -> None:
+    def search(name: str, server: Server) -> None:
         trials: list[Trial[JudgedRun]] = []
 
         def run_at_rate(qps: float) -> JudgedRun:
             judged = comparison.judge(name, comparison.run(name, qps))
             trials.append(Trial(qps, judged))
             searches[name] = capacity.summarize_search(trials, ratio)
-            report["results"][name] = search_json(searches[name])
-            comparison.tell(name, qps, judged)
+            print(format_point(name, qps, judged, report["unit"]))
+            comparison.keep("results", name, search_json(searches[name]))
             return judged
 
-        if name in comparison.broken:
+        if server.broken_rule:
             run_at_rate(start)  # no rate is met
         else:
             capacity.search_capacity(run_at_rate, start, ratio)
 
-    try:
-        with saying_what_is_kept():
-            for name in comparison.servers:
-                search(name)
-    finally:
-        if searches:
-            print()
-            print_capacities(searches, report["unit"])
-            print(report["conclusion"])
-            if options.plot:
-                from lab.pictures.timelines import plot_capacity
+    def show() -> None:
+        print()
+        print_capacities(searches, report["unit"])
+        print(report["conclusion"])
 
-                plot_capacity(report["results"], report["machine"], options.plot, report["slo_s"])
-            wrote(options.json, options.plot)
+    def draw(file: str) -> None:
+        from lab.pictures.timelines import plot_capacity
+
+        plot_capacity(report["results"], report["machine"], file, report["slo_s"])
+
+    with reporting(comparison.options, report, show, plot=draw):
+        for name, server in comparison.servers.items():
+            search(name, server)
 
 
 def main(options: ServeOptions) -> dict[str, Any]:
     """The command: its report, which --json writes. Raises ValueError for a bad load or SLO."""
-    config = EngineConfig(
-        chunk=options.chunk,
-        max_batch=options.batch,
-        max_len=options.max_len,
-        max_waiting=options.max_waiting,
-        attention=options.model.attention,
-        page_size=1,
-        pages=options.kv_tokens,
+    plan = partial(
+        run_plan,
+        page_sizes=options.page_size,
+        caching=options.prefix_caching,
+        config=EngineConfig(
+            chunk=options.chunk,
+            max_batch=options.batch,
+            max_len=options.max_len,
+            max_waiting=options.max_waiting,
+            attention=options.model.attention,
+            page_size=1,
+            pages=options.kv_tokens,
+        ),
     )
-
-    def plan(policies: Sequence[str], slo_s: float) -> dict[str, EngineConfig]:
-        return run_plan(policies, options.page_size, config, slo_s, options.prefix_caching)
-
-    plan(options.policies, 1.0)  # errors end the command before a model is loaded
+    plan(options.policies, tbt_slo_s=1.0)  # errors end the command before a model is loaded
     arrivals_at, load = make_workload(options)
     is_serving = options.command == "serve"
     has_own_rate = is_serving and options.trace is not None and options.qps is None
@@ -372,8 +339,9 @@ def main(options: ServeOptions) -> dict[str, Any]:
     if isinstance(options, CapacityOptions):
         check_enough(arrivals, options)
     machine = make_machine(options)
-    slo_s = capacity.slo_seconds(options.slo, machine.base)
-    possible_qps = machine.micro_batches * capacity.estimated_qps(machine.base, arrivals)
+    base = machine.base
+    slo_s = capacity.slo_seconds(options.slo, base)
+    possible_qps = machine.micro_batches * capacity.estimated_qps(base, arrivals)
     start = float(f"{possible_qps / 2:.2g}")
     if is_serving and not has_own_rate:
         options = replace(options, qps=options.qps or start)
@@ -385,40 +353,39 @@ def main(options: ServeOptions) -> dict[str, Any]:
         "load": load,
         "slo_s": slo_s,
         "slo_busy": options.slo in MULTIPLES and info.get("base_busy", False),
-        "base": asdict(machine.base),
+        "base": vars(base),
         "unit": "chats/s" if options.turns > 1 else "requests/s",
     }
-    print(format_heading(machine, options, report, arrivals))
-    configs = plan(options.policies, slo_s)
-    pools = None
+    print(machine.info.heading() + describe_load(options, load, arrivals), end="")
+    print(format_sizes(machine, options, report))
+    configs = plan(options.policies, tbt_slo_s=slo_s)
+    kv_link = None
     if options.pools:
-        pools = pools_link(options, machine)
+        link, kv_link = describe_link(options, machine)
         print(
             f"pools: {options.pools.prefill} of {options.replicas} instances prefill, "
-            f"{options.pools.decode} decode; keys and values over {pools.text}\n"
+            f"{options.pools.decode} decode; keys and values over {link}\n"
         )
-    violations = broken_rules(run_config.policy for run_config in configs.values())
+    violations = broken_rules(config.policy for config in configs.values())
     for violation in violations.values():
         print(f"{violation.sentence}: no SLO is met\n")
-    servers: dict[str, Callable[..., Run]] = {}
-    broken = {}
-    for name, run_config in configs.items():
+    servers: dict[str, Server] = {}
+    for name, config in configs.items():
+        violation = violations.get(config.policy)
         for suffix, server in machines_of(options, machine).items():
-            servers[name + suffix] = partial(server.serve, run_config)
-            if run_config.policy in violations:
-                broken[name + suffix] = violations[run_config.policy].rule
-    if pools:
-        pooled_configs = plan([SIZES], slo_s)
-        for name, serve in pooled_servers(options, machine, pools.simulated).items():
-            for label, run_config in pooled_configs.items():
-                servers[name + label.removeprefix(SIZES)] = partial(serve, run_config)
+            serve = partial(server.serve, config)
+            servers[name + suffix] = Server(serve, violation.rule if violation else None)
+    if options.pools:
+        pooled_configs = plan([SIZES], tbt_slo_s=slo_s)
+        for name, serve in pooled_servers(options, machine, kv_link).items():
+            for label, config in pooled_configs.items():
+                servers[name + label.removeprefix(SIZES)] = Server(partial(serve, config))
     comparison = Comparison(
         options=options,
         arrivals_at=arrivals_at,
         servers=servers,
         report=report,
-        heading=machine.info.heading(),
-        broken=broken,
+        machine=machine.info,
         rate_counts=options.requests >= options.fewest_requests,
     )
     if isinstance(options, CapacityOptions):
@@ -428,7 +395,7 @@ def main(options: ServeOptions) -> dict[str, Any]:
     return report
 
 
-def check_enough(arrivals: Sequence[Arrival], options: CapacityOptions) -> None:
+def check_enough(arrivals: list[Arrival], options: CapacityOptions) -> None:
     """Raise ValueError for a load of too few requests, or chats, to search a capacity with."""
     requests = sum(arrival.follows is None for arrival in arrivals)
     fewest = options.fewest_requests

@@ -200,7 +200,9 @@ class ServeOptions(LoadOptions):
         type=two_pools,
         metavar="PREFILL:DECODE",
     )
-    kv_link: str = option("what joins the two pools", choices=tuple(LINKS), default="infiniband")
+    kv_link: str = option(
+        "what joins the two pools", choices=tuple(LINKS), default="infiniband", metavar="LINK"
+    )
     kv_send: str = option(
         "keys and values go layer by layer, or all at the end of the prefill",
         choices=tuple(KV_SENDS),
@@ -210,9 +212,10 @@ class ServeOptions(LoadOptions):
         f"what joins the GPUs of a stage: {', '.join(LINKS)}",
         type=nonempty_text,
         default_text="the device's own",
+        metavar="LINK",
     )
     pp_link: str | None = option(
-        "what joins the stages", type=nonempty_text, default_text="infiniband"
+        "what joins the stages", type=nonempty_text, default_text="infiniband", metavar="LINK"
     )
     cpu_ms: float = option(
         "simulated milliseconds that an iteration costs each stage on the CPU",
@@ -264,6 +267,7 @@ ONLY_SERVE = {"qps": None, "long_prompt": None, "classes": {"normal": 1}, "csv":
 def add_options(parser: OptionParser) -> None:
     """Add the options of the parser's command, "serve" or "capacity"."""
     command = parser.get_default("command")
+    parser.usage = f"{parser.prog} [options]"
     requests_text = str(REQUESTS[command])
     if command == "serve":
         parser.add_fields(ServeOptions, requests=requests_text)
@@ -277,22 +281,20 @@ def add_options(parser: OptionParser) -> None:
 def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     """The options, with those filled in that depend on others. Exits with a message if they make no
     sense together. Raises ValueError as CostModel does."""
-    _check_machine(parser, args)
-    if args.pools:
-        args.replicas = args.pools.instances
+    is_elsewhere = args.simulate not in (None, THIS)
+    _check_machine(parser, args, is_elsewhere)
     model = model_options(args)
     cache_device = args.device
-    if args.simulate not in (None, THIS):
+    if args.pools:
+        args.replicas = args.pools.instances
+        model = replace(model, copies=1 if is_elsewhere else args.replicas)
+    if is_elsewhere:
         cache_device = "cpu"  # simulated attention reads any pages
         args.device = "cuda"  # whose defaults hold
-    elif args.pools:
-        model = replace(model, copies=args.replicas)
     kind = CapacityOptions if args.command == "capacity" else ServeOptions
     options = from_args(kind, args, model=model)
     max_len = options.max_len
-    kv_tokens = args.kv_tokens
-    if options.is_elsewhere:
-        kv_tokens = _simulated_kv_tokens(parser, options)
+    kv_tokens = _simulated_kv_tokens(parser, options) if is_elsewhere else args.kv_tokens
     check_load(parser, options)
     sizes = args.page_size or [small_page_size(max_len, cache_device)]
     sizes = list(dict.fromkeys(max_len if size == "max" else size for size in sizes))
@@ -310,7 +312,7 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     requests = args.requests or REQUESTS[args.command].pick(args.device)
     if args.command == "capacity" and not args.requests:
         requests = max(requests, options.fewest_requests)
-    if not options.is_elsewhere:
+    if not is_elsewhere:
         model = resolve_model(model, gpu_preset="llama3-8b", gpu_bytes=75e9)
     return replace(
         options,
@@ -322,20 +324,19 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     )
 
 
-def _check_machine(parser: OptionParser, args: Namespace) -> None:
+def _check_machine(parser: OptionParser, args: Namespace, is_elsewhere: bool) -> None:
     """Exit with a message if an option goes only with a simulated device, or only without."""
-    is_here = args.simulate in (None, THIS)
-    if args.model and not is_here:
+    if args.model and is_elsewhere:
         parser.error(f"--model {args.model}: a simulated device takes --preset {args.model}")
-    if args.preset is None and not is_here:
+    if args.preset is None and is_elsewhere:
         parser.error(f"--simulate {args.simulate}: needs --preset, from {', '.join(GEOMETRIES)}")
-    for name in ONLY_SIMULATED if is_here else ONLY_REAL:
+    for name in ONLY_REAL if is_elsewhere else ONLY_SIMULATED:
         if getattr(args, name) != parser.get_default(name):
-            goes = "goes only" if is_here else "does not go"
+            goes = "does not go" if is_elsewhere else "goes only"
             parser.error(f"--{name.replace('_', '-')}: {goes} with --simulate DEVICE")
     if args.pools and (args.pp > 1 or args.replicas > 1):
         parser.error("--pools: goes without --pp and --replicas: there are as many replicas")
-    if args.pools and is_here and (args.pools != Pools(1, 1) or args.tp > 1):
+    if args.pools and not is_elsewhere and (args.pools != Pools(1, 1) or args.tp > 1):
         parser.error(f"--pools {args.pools}: must be 1:1 without --tp, or --simulate DEVICE")
     if args.simulate == THIS and args.tp * args.pp > 1:
         parser.error(f"--tp, --pp: do not go with --simulate {THIS}; see bench.py pipeline")

@@ -88,15 +88,15 @@ def main(options: RemoteOptions) -> None:
         "unit": "requests/s",
     }
     print(
-        f"{server.info.heading()}{describe_load(options, load, arrivals)}\n"
+        f"{server.info.heading()}{describe_load(options, load, arrivals)}"
         f"SLO: P99 TBT at most {options.slo:.3f} s (as asked for), median delay not known\n"
     )
     comparison = serving.Comparison(
         options=options,
         arrivals_at=arrivals_at,
-        servers={options.url: serve_by(server, options)},
+        servers={options.url: serving.Server(serve_by(server, options))},
         report=report,
-        heading=server.info.heading(),
+        machine=server.info,
     )
     serving.compare_runs(comparison)
 

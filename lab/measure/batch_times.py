@@ -9,7 +9,7 @@ timing.py. Read next: decode_maximal.py."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -120,10 +120,6 @@ class BatchTime:
         """Whether the CPU takes longer to launch the batch than the GPU to compute it."""
         return (self.launch_ms or 0.0) > (self.device_ms or 0.0)
 
-    def to_json(self) -> dict[str, object]:
-        """All fields by their names."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceTime(BatchTime):
@@ -153,22 +149,17 @@ def time_batches(
     the runner's cache holds is lost."""
     device = runner.model.device
     runner.cache.data.normal_()
-    parts: dict[tuple[BatchName, str], Callable[[], object]] = {}
-    launches: dict[tuple[BatchName, str], Callable[[], object]] = {}
     variants: dict[tuple[BatchName, str], Callable[[], object]] = {}
     for name, batch in batches.items():
-        spans = spans_of(batch, yields_token=head)
         for part, function in _parts_of(runner, batch, head).items():
-            parts[name, part] = variants[name, part] = function
-        variants[name, "total"] = partial(runner.greedy, spans)
-        if not isinstance(runner.model, Shard):  # whose other ranks launch, too
-            launches[name, "launch"] = _launch_of(runner, spans)
-    on_gpu = timing.launch_timings(parts | launches, device)
-    if on_gpu:
-        variants = {key: run for key, run in variants.items() if key not in parts}
+            variants[name, part] = function
+    launches = {key: function for key, function in variants.items() if key[1] != "total"}
+    on_gpu = timing.launch_timings(launches, device)
+    timed_here = {"total"} if on_gpu else {"total", *PARTS}
+    timed = {key: function for key, function in variants.items() if key[1] in timed_here}
 
     def time_all() -> dict[tuple[BatchName, str], timing.Timing]:
-        return timing.interleaved(variants, device, repeats, title=title, limit_s=limit_s)
+        return timing.interleaved(timed, device, repeats, title=title, limit_s=limit_s)
 
     def typical_spread(timings: dict[tuple[BatchName, str], timing.Timing]) -> float:
         return median(timings[name, "total"].spread for name in batches)
@@ -176,68 +167,54 @@ def time_batches(
     timings, drift = timing.steadily(time_all, device, tries=2, spread_of=typical_spread)
     times = {}
     for name, batch in batches.items():
+        total = timings[name, "total"]
         parts_ms = {
             part: on_gpu[name, part].device_ms if on_gpu else timings[name, part].ms
             for part in PARTS
         }
-        total = timings[name, "total"]
-        batch_time = _batch_time(runner.model, machine, batch, total, parts_ms, drift)
-        if (name, "launch") in on_gpu:
-            cpu_ms, device_ms = on_gpu[name, "launch"]
-            batch_time = replace(batch_time, launch_ms=cpu_ms, device_ms=device_ms)
-        times[name] = batch_time
+        launch = on_gpu.get((name, "launch"))
+        products_ms = sum(parts_ms[operation] for operation in PRODUCTS)
+        times[name] = BatchTime(
+            total_ms=total.ms,
+            **{f"{part}_ms": ms for part, ms in parts_ms.items()},
+            products_ms=products_ms,
+            attention_limit_ms=_attention_limit_ms(runner.model, machine, batch),
+            other_ms=max(0.0, total.ms - products_ms - parts_ms["attention"]),
+            spread=total.spread,
+            busy=max(drift, total.spread) > timing.BUSY,
+            launch_ms=launch.cpu_ms if launch else None,
+            device_ms=launch.device_ms if launch else None,
+        )
     return times
 
 
-def _launch_of(runner: Runner, spans: Sequence[Chunk]) -> Callable[[], object]:
-    """A function that launches a batch, and does not wait for its tokens."""
-
-    def launch() -> Tensor:
-        return runner.forward(FlatBatch.build(spans, runner.attention))
-
-    return launch
-
-
 def _parts_of(runner: Runner, batch: Batch, head: bool) -> dict[str, Callable[[], object]]:
-    """Functions that run each of the PARTS of a batch alone."""
+    """Functions that run each of the PARTS of a batch alone, then the "total". A "launch" does not
+    wait for its tokens."""
     model = runner.model
+    spans = spans_of(batch, yields_token=head)
     head_layers = [model.head] if head and model.head else []
     parts: dict[str, Callable[[], object]] = {
-        "attention": timing.attention_alone(runner, spans_of(batch)),
+        "attention": timing.attention_alone(runner, spans),
         "head": timing.bare_products(model, len(batch), head_layers),
     }
     for operation in timing.LINEAR:
         layers = timing.linear_layers(model, [operation])
         parts[operation] = timing.bare_products(model, count_tokens([batch]), layers)
-    return parts
+
+    def launch() -> Tensor:
+        return runner.forward(FlatBatch.build(spans, runner.attention))
+
+    if not isinstance(model, Shard):  # whose other ranks launch, too
+        parts["launch"] = launch
+    return parts | {"total": partial(runner.greedy, spans)}
 
 
-def _batch_time(
-    model: GPT,
-    machine: RealMachineInfo,
-    batch: Batch,
-    total: timing.Timing,
-    parts_ms: Mapping[str, float],
-    drift: float,
-) -> BatchTime:
-    """The BatchTime of a batch, from the times of it and its parts, and the machine's drift."""
-    products_ms = sum(parts_ms[operation] for operation in PRODUCTS)
+def _attention_limit_ms(model: GPT, machine: RealMachineInfo, batch: Batch) -> float:
+    """The least time that the attention of a batch can take."""
     flops, moved_bytes = timing.attention_cost(model.config, spans_of(batch), model.dtype)
     limit_s = max(flops / machine.flops_per_s, moved_bytes / machine.bytes_per_s)
-    return BatchTime(
-        total_ms=total.ms,
-        attention_ms=parts_ms["attention"],
-        preproj_ms=parts_ms["preproj"],
-        postproj_ms=parts_ms["postproj"],
-        ffn_ln1_ms=parts_ms["ffn_ln1"],
-        ffn_ln2_ms=parts_ms["ffn_ln2"],
-        head_ms=parts_ms["head"],
-        products_ms=products_ms,
-        attention_limit_ms=1e3 * model.stages * limit_s,
-        other_ms=max(0.0, total.ms - products_ms - parts_ms["attention"]),
-        spread=total.spread,
-        busy=max(drift, total.spread) > timing.BUSY,
-    )
+    return 1e3 * model.stages * limit_s
 
 
 def time_sequences(

@@ -9,8 +9,8 @@ Read first: run_loop.py, metrics.py."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from lab.measure import metrics, token_budget
 from lab.measure import timing as measure
@@ -48,34 +48,30 @@ def measure_base(
     longest = max(context, chunk)
     runner = runner_for(model)(model, token_budget.BASE_BATCH, longest, longest, attention)
     cases = [(token_budget.BASE_BATCH, context, token_budget.BASE_BATCH), (chunk, chunk, 0)]
-
-    def time_both() -> list[Profiled]:
-        return token_budget.time_iterations(runner, cases, repeats=5)
-
-    (decode, prefill), drift = measure.steadily(time_both, model.device, spread_of=largest_spread)
+    decode, prefill = time_steadily(runner, cases, repeats=5, tries=3)
     base = Base(
         seconds=decode.seconds,
         prefill_token_s=prefill.seconds / chunk,
         decodes=decode.decodes,
         context=context,
     )
-    return base, drift
+    return base, decode.spread
 
 
-def time_steadily(runner: TimedRunner, cases: Sequence[Case]) -> list[Profiled]:
+def time_steadily(
+    runner: TimedRunner, cases: Sequence[Case], repeats: int = 2, tries: int = 2
+) -> list[Profiled]:
     """token_budget.time_iterations on a machine that is not busy, whose drift is the spread."""
 
     def time_cases() -> list[Profiled]:
-        return token_budget.time_iterations(runner, cases)
+        return token_budget.time_iterations(runner, cases, repeats)
+
+    def largest_spread(rows: Sequence[Profiled]) -> float:
+        return max(row.spread for row in rows)
 
     device = runner.cache.data.device
-    rows, drift = measure.steadily(time_cases, device, tries=2, spread_of=largest_spread)
+    rows, drift = measure.steadily(time_cases, device, tries, largest_spread)
     return [row._replace(spread=drift) for row in rows]
-
-
-def largest_spread(rows: Sequence[Profiled]) -> float:
-    """The largest spread of some times."""
-    return max(row.spread for row in rows)
 
 
 def slo_seconds(target: str | float, base: Base) -> float:
@@ -139,24 +135,15 @@ class LinkSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgedRun(Verdict):
+class JudgedRun(RunSummary, Verdict):
     """The numbers of a Run, and whether it met its SLO."""
 
-    summary: RunSummary
     own_fraction: float | None
     refused: int
     cut_short: str | None
     drift: float
     broken_rule: str | None = None  # of a policy from a file, see policies/referee.py
     link: LinkSummary | None = None  # of two pools
-
-    def to_json(self) -> dict[str, Any]:
-        """One flat dict, with that of the RunSummary in it."""
-        own = asdict(self) | {"met": self.met}
-        del own["summary"]
-        if self.link is None:
-            del own["link"]
-        return self.summary.to_json() | own
 
 
 def judge(
@@ -177,7 +164,7 @@ def judge(
     if broken_rule:
         missed = f"the rule {broken_rule!r} is broken"
     return JudgedRun(
-        summary=summary,
+        **vars(summary),
         own_fraction=run.own_fraction,
         refused=run.refused,
         cut_short=run.cut_short,

@@ -6,7 +6,7 @@
 Read first: batch_times.py. Read next: lab/commands/offline.py, which prints the table."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from lab.measure.batch_times import (
     Batch,
@@ -30,52 +30,80 @@ class HybridTime(BatchTime):
 
     prefill_tokens: int
     decodes: int
-    prefill_token_ms: float | None  # None without prefill
-    decode_token_ms: float | None  # None without decodes
+    prefill_ms: float  # what the prefill of the batch takes alone
+
+    @property
+    def prefill_token_ms(self) -> float | None:
+        """What a token of the prefill costs; None without prefill."""
+        return self.prefill_ms / self.prefill_tokens if self.prefill_tokens else None
+
+    @property
+    def decode_token_ms(self) -> float | None:
+        """What a decode costs: its share of what the batch takes longer than its prefill alone
+        (SARATHI §5.1.1). None without decodes."""
+        return (self.total_ms - self.prefill_ms) / self.decodes if self.decodes else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeMaximal:
-    """Table 2: a whole prompt of `context` tokens; and at its end a chunk, decodes, and both.
-
-    A decode of the hybrid batch costs what that batch takes longer than the same chunk alone
-    (SARATHI §5.1.1)."""
+    """Table 2: a whole prompt of `context` tokens; and at its end a chunk, decodes, and both."""
 
     prompt: HybridTime
     prefill_only: HybridTime
     decode_only: HybridTime  # one decode more than in the hybrid batch
     decode_maximal: HybridTime
-    speedup: float | None  # of a decode, over one in the decode-only batch; None: lost in the noise
-    products_speedup: float | None  # the same of the matrix products alone
-    promised_gain: float  # in throughput over request-level, see `promise_gain`
-    device_speedup: float | None = None  # the same as speedup of a GPU's time alone; None on a CPU
 
     @property
     def rows(self) -> dict[str, HybridTime]:
         """The four batches, by the names that the table prints."""
-        return {
-            "prompt": self.prompt,
-            "prefill-only": self.prefill_only,
-            "decode-only": self.decode_only,
-            "decode-maximal": self.decode_maximal,
-        }
+        return {name.replace("_", "-"): row for name, row in vars(self).items()}
 
     @property
     def busy(self) -> bool:
         """Whether the machine was too busy for one of the rows to be believed."""
         return any(row.busy for row in self.rows.values())
 
-    def to_json(self) -> dict[str, object]:
-        """What the report of `bench.py offline` holds of the table."""
-        return {
-            "decode_maximal": {name: row.to_json() for name, row in self.rows.items()},
-            "decode_speedup": {
-                "total": self.speedup,
-                "products": self.products_speedup,
-                "device": self.device_speedup,
-            },
-            "promised_gain": self.promised_gain,
-        }
+    @property
+    def speedup(self) -> float | None:
+        """How many times cheaper a decode is in the hybrid batch than in the decode-only batch."""
+        return self._speedup("total_ms")
+
+    @property
+    def products_speedup(self) -> float | None:
+        """The same of the matrix products alone."""
+        return self._speedup("products_ms")
+
+    @property
+    def device_speedup(self) -> float | None:
+        """The same of the time that a GPU computes, without launches; None on a CPU."""
+        return self._speedup("device_ms")
+
+    def _speedup(self, time: str) -> float | None:
+        """The speedup of a decode, by this field of the rows.
+
+        None if what the decodes add to the chunk is lost in the noise: half the spread of the
+        chunk's times."""
+        decode_ms = getattr(self.decode_only, time)
+        if decode_ms is None:
+            return None
+        prefill_ms = getattr(self.prefill_only, time)
+        added_ms = getattr(self.decode_maximal, time) - prefill_ms
+        if added_ms <= prefill_ms * self.prefill_only.spread / 2:
+            return None
+        riding_ms = added_ms / self.decode_maximal.decodes
+        return decode_ms / self.decode_only.decodes / riding_ms
+
+    @property
+    def promised_gain(self) -> float:
+        """The gain in throughput over request-level that the products promise (§4.4, §5.1.3).
+
+        It is that of the balanced P:D ratio, if each row of a hybrid batch cost what a row of a
+        whole prompt costs. The head is left out of the prompt: it has one row."""
+        hybrid = self.decode_maximal
+        row_ms = (self.prompt.products_ms - self.prompt.head_ms) / self.prompt.prefill_tokens
+        decodes_ms = hybrid.decodes * self.decode_only.products_ms / self.decode_only.decodes
+        request_level_ms = hybrid.prefill_tokens * row_ms + decodes_ms
+        return request_level_ms / ((hybrid.prefill_tokens + hybrid.decodes) * row_ms)
 
 
 def measure_decode_maximal(
@@ -121,90 +149,19 @@ def compare_decodes(
 ) -> DecodeMaximal:
     """The table, from the times of its four batches."""
     riding = batch - 1
-    prefill_tokens = chunk - riding
-    prefill_alone_ms = times["prefill-only"].total_ms
-    prompt = hybrid_time(times["prompt"], context, 0, times["prompt"].total_ms)
-    prefill_only = hybrid_time(times["prefill-only"], prefill_tokens, 0, prefill_alone_ms)
-    decode_only = hybrid_time(times["decode-only"], 0, batch, 0.0)
-    hybrid = hybrid_time(times["decode-maximal"], prefill_tokens, riding, prefill_alone_ms)
+    chunk_ms = times["prefill-only"].total_ms
+
+    def row(name: str, prefill_tokens: int, decodes: int, prefill_ms: float) -> HybridTime:
+        return HybridTime(
+            **vars(times[name]),
+            prefill_tokens=prefill_tokens,
+            decodes=decodes,
+            prefill_ms=prefill_ms,
+        )
+
     return DecodeMaximal(
-        prompt=prompt,
-        prefill_only=prefill_only,
-        decode_only=decode_only,
-        decode_maximal=hybrid,
-        speedup=decode_speedup(
-            decode_ms=decode_only.total_ms / batch,
-            hybrid_ms=hybrid.total_ms,
-            prefill_ms=prefill_only.total_ms,
-            riding=riding,
-            spread=prefill_only.spread,
-        ),
-        products_speedup=decode_speedup(
-            decode_ms=decode_only.products_ms / batch,
-            hybrid_ms=hybrid.products_ms,
-            prefill_ms=prefill_only.products_ms,
-            riding=riding,
-            spread=prefill_only.spread,
-        ),
-        promised_gain=promise_gain(prompt, decode_only, context, batch, chunk),
-        device_speedup=device_speedup(prefill_only, decode_only, hybrid),
+        prompt=row("prompt", context, 0, times["prompt"].total_ms),
+        prefill_only=row("prefill-only", chunk - riding, 0, chunk_ms),
+        decode_only=row("decode-only", 0, batch, 0.0),
+        decode_maximal=row("decode-maximal", chunk - riding, riding, chunk_ms),
     )
-
-
-def hybrid_time(
-    time: BatchTime, prefill_tokens: int, decode_count: int, prefill_alone_ms: float
-) -> HybridTime:
-    """A row of the table, where the prefill of the batch takes `prefill_alone_ms` alone."""
-    prefill_token_ms = prefill_alone_ms / prefill_tokens if prefill_tokens else None
-    decode_ms = time.total_ms - prefill_alone_ms
-    return HybridTime(
-        **asdict(time),
-        prefill_tokens=prefill_tokens,
-        decodes=decode_count,
-        prefill_token_ms=prefill_token_ms,
-        decode_token_ms=decode_ms / decode_count if decode_count else None,
-    )
-
-
-def decode_speedup(
-    *, decode_ms: float, hybrid_ms: float, prefill_ms: float, riding: int, spread: float
-) -> float | None:
-    """How many times cheaper each of `riding` decodes is beside a chunk than at `decode_ms` alone.
-
-    None if what they add to the chunk is lost in the noise: half the spread of the chunk's times.
-    """
-    added_ms = hybrid_ms - prefill_ms
-    noise_ms = prefill_ms * spread / 2
-    return decode_ms / (added_ms / riding) if added_ms > noise_ms else None
-
-
-def device_speedup(
-    prefill_only: BatchTime, decode_only: HybridTime, hybrid: HybridTime
-) -> float | None:
-    """The decode speedup, of the time that a GPU computes: the time of launches is no part of it.
-    None on a CPU, or lost in the noise."""
-    decode_ms = decode_only.device_ms
-    hybrid_ms = hybrid.device_ms
-    prefill_ms = prefill_only.device_ms
-    if decode_ms is None or hybrid_ms is None or prefill_ms is None:
-        return None
-    return decode_speedup(
-        decode_ms=decode_ms / decode_only.decodes,
-        hybrid_ms=hybrid_ms,
-        prefill_ms=prefill_ms,
-        riding=hybrid.decodes,
-        spread=prefill_only.spread,
-    )
-
-
-def promise_gain(
-    prompt: BatchTime, decode_only: BatchTime, context: int, batch: int, chunk: int
-) -> float:
-    """The gain in throughput over request-level that the matrix products promise (§4.4, §5.1.3).
-
-    It is that of the balanced P:D ratio, if each row of a hybrid batch cost what a row of a whole
-    prompt costs. The head is left out of the prompt: it has one row."""
-    riding = batch - 1
-    row_ms = (prompt.products_ms - prompt.head_ms) / context
-    decodes_alone_ms = riding * decode_only.products_ms / batch
-    return ((chunk - riding) * row_ms + decodes_alone_ms) / (chunk * row_ms)

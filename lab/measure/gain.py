@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 from lab.measure import timing
 from lab.measure.metrics import SteadyPart, steady
@@ -23,16 +24,21 @@ from sampling import SamplingParams
 
 COMPARED = ("request-level", "sarathi")
 CHUNK_REPEATS = 8  # the products of a full chunk are timed together, as one is too short
+CAUSES = (  # of both policies alike, each with all causes before it
+    "+ partly filled batches",
+    "+ attention",
+    "+ small operations",
+    "+ sampling and scheduling",
+)
 
 Piece = Callable[[], object]  # a part of an iteration, run again
-PieceKey = tuple[str, str]  # (part, policy)
 
 
 @dataclass(frozen=True)
 class Step:
     """Milliseconds per token with one more cause counted."""
 
-    step: str
+    name: str
     request_level_ms: float
     sarathi_ms: float
 
@@ -40,11 +46,6 @@ class Step:
     def gain(self) -> float:
         """How many times faster sarathi is, so far."""
         return self.request_level_ms / self.sarathi_ms
-
-    def to_json(self) -> dict[str, str | float]:
-        """The step as --json writes it."""
-        times = dict(zip(COMPARED, (self.request_level_ms, self.sarathi_ms), strict=True))
-        return {"step": self.step, **times, "gain": self.gain}
 
 
 @dataclass(frozen=True)
@@ -66,20 +67,10 @@ class GainExplanation:
         """How far the gain that the parts add up to is from that of the run, a fraction."""
         return self.parts[-1].gain / self.run.gain - 1
 
-    def to_json(self) -> dict[str, object]:
-        """The explanation as --json writes it."""
-        steps = [step.to_json() for step in self.steps]
-        return {"steps": steps, "difference": self.difference, "busy": self.busy}
-
-
-@dataclass(frozen=True)
-class TokenCost:
-    """Milliseconds per token of a policy; each has all that is in those before."""
-
-    products: float
-    with_attention: float
-    forward: float
-    everything: float
+    @property
+    def largest_loss(self) -> tuple[Step, Step]:
+        """The step that lowers the gain most, behind the one before it."""
+        return min(pairwise(self.parts), key=lambda steps: steps[1].gain / steps[0].gain)
 
 
 def explain_gain(
@@ -88,47 +79,39 @@ def explain_gain(
     """Run the batches of COMPARED again, part by part, and add the parts up.
 
     `runs` are those of a load of at least 2 B + 1 requests, with this chunk size and batch B. The
-    runner's cache, with a page for each of B requests, is filled with noise.
-    """
+    runner's cache, with a page for each of B requests, is filled with noise. Raises ValueError for
+    fewer requests."""
     runner.cache.data.normal_()
     full = {name: steady(runs[name].run.iterations, batch, rounds=1) for name in COMPARED}
-    pieces: dict[PieceKey, list[Piece]] = {
-        ("products", "chunk"): CHUNK_REPEATS * [products_alone(runner.model, chunk, batch)]
-    }
+    pieces = {("products", "chunk"): CHUNK_REPEATS * [products_alone(runner.model, chunk, batch)]}
     for name in COMPARED:
         prompt_lens = {c.request_id: len(c.prompt) for c in runs[name].run.completions}
-        parts = pieces_of(runner, full[name].iterations, prompt_lens)
-        pieces |= {(part, name): functions for part, functions in parts.items()}
+        for part, functions in pieces_of(runner, full[name].iterations, prompt_lens).items():
+            pieces[part, name] = functions
     ms, is_busy = time_pieces(pieces, runner)
-    slow, fast = (token_cost(ms, name, full[name]) for name in COMPARED)
+    slow, fast = (token_costs(ms, name, full[name]) for name in COMPARED)
     prompt_ms = ms["prompts", COMPARED[0]] / full[COMPARED[0]].iterations[0].prefill_tokens
     chunk_ms = ms["products", "chunk"] / CHUNK_REPEATS / chunk
+    compared = [runs[name] for name in COMPARED]
+    run_ms = [token_ms(row.tokens_per_s) for row in compared]
+    whole_run_ms = [token_ms(row.summary.tokens_per_s) for row in compared]
     return GainExplanation(
         parts=[
-            Step("products, all rows at a prompt's rate", slow.products, prompt_ms),
-            Step("+ a chunk's own rate", slow.products, chunk_ms),
-            Step("+ partly filled batches", slow.products, fast.products),
-            Step("+ attention", slow.with_attention, fast.with_attention),
-            Step("+ small operations", slow.forward, fast.forward),
-            Step("+ sampling and scheduling", slow.everything, fast.everything),
+            Step("products, all rows at a prompt's rate", slow[0], prompt_ms),
+            Step("+ a chunk's own rate", slow[0], chunk_ms),
+            *(Step(*row) for row in zip(CAUSES, slow, fast, strict=True)),
         ],
-        run=Step(
-            "the run, its pipeline full",
-            *(1e3 / measured(runs[name].tokens_per_s) for name in COMPARED),
-        ),
-        whole_run=Step(
-            "the whole run, with ramp and tail",
-            *(1e3 / measured(runs[name].summary.tokens_per_s) for name in COMPARED),
-        ),
-        busy=is_busy or any(runs[name].busy for name in COMPARED),
+        run=Step("the run, its pipeline full", *run_ms),
+        whole_run=Step("the whole run, with ramp and tail", *whole_run_ms),
+        busy=is_busy or any(row.busy for row in compared),
     )
 
 
-def measured(value: float | None) -> float:
-    """The value. Raises ValueError if there is none: the load has fewer than 2 B + 1 requests."""
-    if value is None:
+def token_ms(tokens_per_s: float | None) -> float:
+    """The milliseconds of a token. Raises ValueError if the rate is not known."""
+    if tokens_per_s is None:
         raise ValueError("requests: too few for a full pipeline")
-    return value
+    return 1e3 / tokens_per_s
 
 
 def pieces_of(
@@ -146,12 +129,11 @@ def pieces_of(
         logit_rows = sum(span.yields_token for span in spans)
         logits = runner.cache.data.new_zeros(logit_rows, model.config.vocab_size)
         params = [SamplingParams()] * logit_rows
-        positions = [0] * logit_rows
         products = "products" if iteration.decode_tokens else "prompts"
         pieces[products].append(products_alone(model, rows, logit_rows))
         pieces["attention"].append(timing.attention_alone(runner, spans))
         pieces["flatten"].append(partial(FlatBatch.build, spans, runner.attention))
-        pieces["sampling"].append(partial(runner.fetch, logits, params, positions))
+        pieces["sampling"].append(partial(runner.fetch, logits, params, [0] * logit_rows))
         pieces["all"].append(partial(runner.greedy, spans))
     return pieces
 
@@ -174,53 +156,41 @@ def products_alone(model: GPT, rows: int, logit_rows: int) -> Piece:
     heads = [model.head] if logit_rows and model.head else []
     run_layers = timing.bare_products(model, rows, timing.linear_layers(model))
     run_heads = timing.bare_products(model, logit_rows, heads)
+    return partial(run_all, [run_layers, run_heads])
 
-    def run() -> None:
-        run_layers()
-        run_heads()
 
-    return run
+def run_all(pieces: Sequence[Piece]) -> None:
+    """Run some pieces, one after another."""
+    for piece in pieces:
+        piece()
 
 
 def time_pieces(
-    pieces: Mapping[PieceKey, list[Piece]], runner: Runner
-) -> tuple[Mapping[PieceKey, float], bool]:
-    """The median milliseconds of each list of pieces, 0 for one that is not there; and whether the
-    machine was busy.
+    pieces: Mapping[tuple[str, str], list[Piece]], runner: Runner
+) -> tuple[Mapping[tuple[str, str], float], bool]:
+    """The median milliseconds of each list of pieces, {(part, policy): ms}, 0 for one that is not
+    there; and whether the machine was busy.
 
     All are timed in turn, so that what slows the machine down is in both policies.
     """
     device = runner.model.device
-
-    def run_all(runs: list[Piece]) -> None:
-        for run in runs:
-            run()
-
-    variants = {key: partial(run_all, runs) for key, runs in sorted(pieces.items())}
+    variants = {key: partial(run_all, pieces[key]) for key in sorted(pieces)}
     time_all = partial(timing.interleaved, variants, device, repeats=3, title="explain")
     timings, drift = timing.steadily(time_all, device, tries=1)
-    ms: defaultdict[PieceKey, float] = defaultdict(float)
-    for key, timed in timings.items():
-        ms[key] = timed.ms
+    ms = defaultdict(float, {key: timed.ms for key, timed in timings.items()})
     return ms, drift > timing.BUSY
 
 
-def token_cost(ms: Mapping[PieceKey, float], policy: str, full: SteadyPart) -> TokenCost:
-    """What a token of a policy costs in a full pipeline, part by part."""
+def token_costs(
+    ms: Mapping[tuple[str, str], float], policy: str, full: SteadyPart
+) -> tuple[float, ...]:
+    """What a token of a policy costs in a full pipeline, in milliseconds: with each of CAUSES."""
     products = ms["products", policy] + ms["prompts", policy]
     sampling = ms["sampling", policy]
     forward = ms["all", policy] - ms["flatten", policy] - sampling
-    seconds = measured(full.seconds)
-    tokens_per_s = measured(full.tokens_per_s)
+    seconds = full.seconds or 0.0
     in_forward_s = sum(i.end - i.launch for i in full.iterations if i.launch is not None)
     outside = 1e3 * (seconds - in_forward_s)
-
-    def per_token(total_ms: float) -> float:
-        return total_ms / tokens_per_s / seconds
-
-    return TokenCost(
-        products=per_token(products),
-        with_attention=per_token(products + ms["attention", policy]),
-        forward=per_token(forward),
-        everything=per_token(forward + sampling + outside),
-    )
+    tokens = 1e3 * seconds / token_ms(full.tokens_per_s)
+    causes = (products, products + ms["attention", policy], forward, forward + sampling + outside)
+    return tuple(cause / tokens for cause in causes)

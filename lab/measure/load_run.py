@@ -7,8 +7,7 @@ Read first: run_loop.py, engine.py. Read next: capacity.py, which makes runs at 
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from config import EngineConfig
@@ -105,18 +104,6 @@ class EngineServer:
         )
 
 
-@contextmanager
-def garbage_frozen() -> Iterator[None]:
-    """Leave all that Python holds out of garbage collection, so that no pause of a run grows with
-    what was there before."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def serve(
     model: GPT,
     config: EngineConfig,
@@ -141,9 +128,13 @@ def serve(
     engine.warm_up()
     server = EngineServer(engine, clock, sleep)
     load = LoadRun(server, arrivals, prompts, progress, recorder)
-    with garbage_frozen():
+    gc.collect()
+    gc.freeze()  # so that no pause of the run grows with what Python held before
+    try:
         if before_start:
             before_start(engine)
         clock.set(0.0)
         run = load.run()
+    finally:
+        gc.unfreeze()
     return replace(run, transfers=engine.sent) if isinstance(engine, PoolsEngine) else run

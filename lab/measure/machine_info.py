@@ -81,10 +81,9 @@ def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
     def time_both() -> tuple[timing.Timing, float]:
         return timing.interleaved(products, device)["products"], memory_bandwidth(device)
 
-    def spread_of(timed: tuple[timing.Timing, float]) -> float:
-        return timed[0].spread
-
-    (products_timing, bandwidth), drift = timing.steadily(time_both, device, spread_of=spread_of)
+    (products_timing, bandwidth), drift = timing.steadily(
+        time_both, device, spread_of=lambda timed: timed[0].spread
+    )
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     flops_per_s = 2 * rows * weights / (products_timing.ms / 1e3)
     parallel = isinstance(model, Shard)  # has a part of the whole model

@@ -11,7 +11,8 @@ Read next: run_loop.py."""
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,14 +58,6 @@ class Stall:
     seconds: float  # the whole gap: a hybrid batch does not tell the chunk's time from the decode's
 
 
-class _Prefill(NamedTuple):
-    """A prefill chunk, as find_stalls needs it."""
-
-    start: float  # of its iteration
-    request_id: int
-    length: int
-
-
 def find_stalls(completions: Sequence[Completion], iterations: Sequence[Iteration]) -> list[Stall]:
     """Every generation stall, request by request.
 
@@ -72,46 +65,31 @@ def find_stalls(completions: Sequence[Completion], iterations: Sequence[Iteratio
     A request that prefills itself again after a preemption does not stall itself. A decode that
     rides with a chunk of another request waits for it, and counts: the SLO says whether that harms.
     """
-    prefills_of: dict[int, list[_Prefill]] = defaultdict(list)  # of each micro-batch
-    micro_batch_of: dict[int, int] = {}  # request id -> the micro-batch that computed it last
+    prefills_of: dict[int, list[tuple[float, int, int]]] = defaultdict(list)  # of each micro-batch:
+    micro_batch_of: dict[int, int] = {}  # (when it began, request id, tokens) in order
     for iteration in iterations:
         for request_id, _, length, is_decode in iteration.chunks:
-            micro_batch_of[request_id] = iteration.micro_batch
+            micro_batch_of[request_id] = iteration.micro_batch  # the last one counts
             if not is_decode:
-                prefill = _Prefill(iteration.start, request_id, length)
+                prefill = (iteration.start, request_id, length)
                 prefills_of[iteration.micro_batch].append(prefill)
-    starts_of = {
-        micro_batch: [prefill.start for prefill in prefills]
-        for micro_batch, prefills in prefills_of.items()
-    }
     stalls = []
     for completion in completions:
-        micro_batch = micro_batch_of.get(completion.request_id, 0)
-        prefills = prefills_of.get(micro_batch, [])
-        stalls += _stalls_of(completion, prefills, starts_of.get(micro_batch, []))
+        prefills = prefills_of[micro_batch_of.get(completion.request_id, 0)]
+        if not prefills:
+            continue
+        times = completion.token_times
+        firsts = [bisect_left(prefills, (time,)) for time in times]  # the first after each token
+        for i, (start, end) in enumerate(pairwise(times)):
+            tokens: Counter[int] = Counter()  # request id -> prefill tokens, in order
+            for _, request_id, length in prefills[firsts[i] : firsts[i + 1]]:
+                if request_id != completion.request_id:
+                    tokens[request_id] += length
+            if tokens:
+                caused_by = max(tokens, key=lambda request_id: tokens[request_id])
+                gap = (start, end, tokens.total(), caused_by, end - start)
+                stalls.append(Stall(completion.request_id, *gap))
     return stalls
-
-
-def _stalls_of(
-    completion: Completion, prefills: list[_Prefill], starts: list[float]
-) -> Iterator[Stall]:
-    """The stalls of one request. `prefills` are those of its micro-batch, `starts` their starts."""
-    times = completion.token_times
-    firsts = [bisect_left(starts, time) for time in times]  # the first prefill after each token
-    for i in range(1, len(times)):
-        tokens: Counter[int] = Counter()  # request id -> prefill tokens, in order of computation
-        for prefill in prefills[firsts[i - 1] : firsts[i]]:
-            if prefill.request_id != completion.request_id:
-                tokens[prefill.request_id] += prefill.length
-        if tokens:
-            yield Stall(
-                request_id=completion.request_id,
-                start=times[i - 1],
-                end=times[i],
-                prefill_tokens=tokens.total(),
-                caused_by=max(tokens, key=lambda request_id: tokens[request_id]),
-                seconds=times[i] - times[i - 1],
-            )
 
 
 def longest_stall(stalls: Iterable[Stall]) -> Stall | None:
@@ -192,40 +170,6 @@ def summarize_queue(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatencySummary:
-    """What a client can see of a run."""
-
-    requests: int
-    finished: int
-    aborted: int
-    ttft_s: Percentiles
-    tbt_s: Percentiles  # of all gaps of all requests
-    scheduling_delay_s: Percentiles
-    queue: QueueSummary
-    latency_s: Percentiles
-    tokens_per_s: float | None  # prompt and output; of prompts, computed or found in the cache
-
-
-def summarize_latencies(
-    completions: Sequence[Completion], seconds: float, offered_per_s: float | None = None
-) -> LatencySummary:
-    """Summarize a run of so many seconds without its iterations."""
-    finished = [c for c in completions if c.finish_reason in FINISHED]
-    tokens = sum(len(c.prompt) + len(c.token_times) for c in completions if c.token_times)
-    return LatencySummary(
-        requests=len(completions),
-        finished=len(finished),
-        aborted=sum(c.finish_reason == "abort" for c in completions),
-        ttft_s=percentiles(c.ttft for c in completions),
-        tbt_s=percentiles(gap for c in completions for gap in c.tbt),
-        scheduling_delay_s=percentiles(c.scheduling_delay for c in completions),
-        queue=summarize_queue(completions, offered_per_s),
-        latency_s=percentiles(c.latency for c in finished),
-        tokens_per_s=_ratio(tokens, seconds),
-    )
-
-
 class SteadyPart(NamedTuple):
     """A part of a run in which the batch was full."""
 
@@ -269,9 +213,19 @@ class StallSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSummary(LatencySummary):
-    """What is known of a run. Without iterations, as of a remote server, what they tell is None."""
+class RunSummary:
+    """What is known of a run. What iterations tell is None where they are not known, as of a remote
+    server."""
 
+    requests: int
+    finished: int
+    aborted: int
+    ttft_s: Percentiles
+    tbt_s: Percentiles  # of all gaps of all requests
+    scheduling_delay_s: Percentiles
+    queue: QueueSummary
+    latency_s: Percentiles
+    tokens_per_s: float | None  # prompt and output; of prompts, computed or found in the cache
     preemptions: int | None
     recomputed_tokens: int | None
     cached_tokens: int | None
@@ -292,16 +246,30 @@ class RunSummary(LatencySummary):
             return self.stalls.longest.seconds
         return 0.0 if self.iterations else None
 
-    def to_json(self) -> dict[str, Any]:
-        """All fields, and those numbers once more by a name of their own that tables print."""
-        return asdict(self) | {
-            "p50_ttft_s": self.ttft_s.p50,
-            "p99_ttft_s": self.ttft_s.p99,
-            "p50_tbt_s": self.tbt_s.p50,
-            "p99_tbt_s": self.tbt_s.p99,
-            "p50_delay_s": self.scheduling_delay_s.p50,
-            "longest_stall_s": self.longest_stall_s,
-        }
+    @property
+    def p50_ttft_s(self) -> float | None:
+        """The median TTFT."""
+        return self.ttft_s.p50
+
+    @property
+    def p99_ttft_s(self) -> float | None:
+        """The 99th percentile of TTFT."""
+        return self.ttft_s.p99
+
+    @property
+    def p50_tbt_s(self) -> float | None:
+        """The median TBT."""
+        return self.tbt_s.p50
+
+    @property
+    def p99_tbt_s(self) -> float | None:
+        """The 99th percentile of TBT."""
+        return self.tbt_s.p99
+
+    @property
+    def p50_delay_s(self) -> float | None:
+        """The median scheduling delay."""
+        return self.scheduling_delay_s.p50
 
 
 def summarize_run(
@@ -311,44 +279,45 @@ def summarize_run(
     tbt_slo_s: float | None = None,
     offered_per_s: float | None = None,
 ) -> RunSummary:
-    """Summarize a run of so many seconds: latencies, stalls, and what its batches were made of."""
+    """Summarize a run of so many seconds: latencies, stalls, and what its batches were made of.
+    Without `iterations` it is what a client can see."""
     count = len(iterations)
     kinds = Counter((i.prefill_tokens > 0, i.decode_tokens > 0) for i in iterations)
-    tokens = sum(i.prefill_tokens + i.decode_tokens for i in iterations)
+    batch_tokens = sum(i.prefill_tokens + i.decode_tokens for i in iterations)
     busy_s = sum(i.end - i.start for i in iterations)
+    finished = [c for c in completions if c.finish_reason in FINISHED]
+    served_tokens = sum(len(c.prompt) + len(c.token_times) for c in completions if c.token_times)
     scheduled = [c for c in completions if c.scheduled is not None]
     cached_tokens = sum(c.cached_tokens for c in scheduled)
     prefill_tokens = sum(len(c.prompt) + c.recomputed_tokens for c in scheduled)
-    latencies = summarize_latencies(completions, seconds, offered_per_s)
+    stalls = find_stalls(completions, iterations)
     return RunSummary(
-        **vars(latencies),
+        requests=len(completions),
+        finished=len(finished),
+        aborted=sum(c.finish_reason == "abort" for c in completions),
+        ttft_s=percentiles(c.ttft for c in completions),
+        tbt_s=percentiles(gap for c in completions for gap in c.tbt),
+        scheduling_delay_s=percentiles(c.scheduling_delay for c in completions),
+        queue=summarize_queue(completions, offered_per_s),
+        latency_s=percentiles(c.latency for c in finished),
+        tokens_per_s=_ratio(served_tokens, seconds),
         preemptions=sum(c.preemptions for c in scheduled) if count else None,
         recomputed_tokens=sum(c.recomputed_tokens for c in scheduled) if count else None,
         cached_tokens=cached_tokens if count else None,
         cached=_ratio(cached_tokens, prefill_tokens) if count else None,
-        stalls=_summarize_stalls(find_stalls(completions, iterations), count > 0, tbt_slo_s),
+        stalls=StallSummary(
+            count=len(stalls) if count else None,
+            longest=longest_stall(stalls),
+            over_slo=sum(s.seconds > tbt_slo_s for s in stalls) if count and tbt_slo_s else None,
+            length_s=percentiles(stall.seconds for stall in stalls),
+        ),
         iterations=count,
         prefill_only=_ratio(kinds[True, False], count),
         decode_only=_ratio(kinds[False, True], count),
         hybrid=_ratio(kinds[True, True], count),
-        tokens_per_iteration=_ratio(tokens, count),
+        tokens_per_iteration=_ratio(batch_tokens, count),
         running_mean=_ratio(sum(i.running * (i.end - i.start) for i in iterations), busy_s),
         running_peak=max((i.running for i in iterations), default=None),
-    )
-
-
-def _summarize_stalls(
-    stalls: Sequence[Stall], iterations_are_known: bool, tbt_slo_s: float | None
-) -> StallSummary:
-    """Summarize stalls; there are none to be seen if iterations are not known."""
-    over_slo = None
-    if iterations_are_known and tbt_slo_s:
-        over_slo = sum(stall.seconds > tbt_slo_s for stall in stalls)
-    return StallSummary(
-        count=len(stalls) if iterations_are_known else None,
-        longest=longest_stall(stalls),
-        over_slo=over_slo,
-        length_s=percentiles(stall.seconds for stall in stalls),
     )
 
 
@@ -387,7 +356,7 @@ def request_rows(
         }
 
 
-def missed(summary: LatencySummary, tbt_slo_s: float, *, rate_counts: bool = True) -> str:
+def missed(summary: RunSummary, tbt_slo_s: float, *, rate_counts: bool = True) -> str:
     """What a run missed of its SLO, in words; "" if its rate can be sustained.
 
     The SLO is met if P99 TBT and the median scheduling delay are within their limits, every request

@@ -1,8 +1,8 @@
 """The policies end to end, on one load that is there at the start (SARATHI §5.1.3 to §5.3).
 
     load = OfflineLoad(seq_len=1024, pd_ratio=50, batch=6, requests=25)
-    for name, row in run_policies(model, ["request-level", "sarathi"], load, chunk=256):
-        row.gain        throughput over request-level's
+    runs = dict(run_policies(model, ["request-level", "sarathi"], load, chunk=256))
+    policy_runs([*runs], runs, load.batch)["sarathi"].gain    throughput over request-level's
 
 Read first: load_run.py. Read next: lab/commands/offline.py, which prints the table."""
 
@@ -17,6 +17,8 @@ from lab.measure.run_loop import LoadRun, Recorder, Run
 from lab.measure.run_plan import run_plan
 from model import GPT
 from parallel import engine_for
+
+BASE = "request-level"  # gains are over its throughput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,24 +81,6 @@ class PolicyRun:
     gain: float | None = None  # of that, over request-level's
     whole_run_gain: float | None = None  # of all tokens over all the time
 
-    def to_json(self) -> dict[str, object]:
-        """The summary of the run, with the throughput of a full pipeline, and the gains."""
-        return self.summary.to_json() | {
-            "tokens_per_s": self.tokens_per_s,
-            "busy": self.busy,
-            "whole_run_tokens_per_s": self.summary.tokens_per_s,
-            "gain": self.gain,
-            "whole_run_gain": self.whole_run_gain,
-        }
-
-
-def nothing_to_show(tokens: int) -> None:
-    """Called in the place of a progress bar."""
-
-
-def nothing_to_say(name: str, seconds: float) -> None:
-    """Called in the place of a line about a policy that is done."""
-
 
 def run_policies(
     model: GPT,
@@ -105,99 +89,78 @@ def run_policies(
     *,
     chunk: int,
     attention: str = "auto",
-    progress: Callable[[int], object] = nothing_to_show,
-    ended: Callable[[str, float], object] = nothing_to_say,
+    progress: Callable[[int], object] | None = None,
     recorders: Mapping[str, Recorder] | None = None,
-) -> Iterator[tuple[str, PolicyRun]]:
-    """Serve the load under each policy, request-level first: (name, PolicyRun), one by one.
+) -> Iterator[tuple[str, Run]]:
+    """Serve the load under each policy: (name, Run), as each is done.
 
     On a CPU the policies take turns, which is steadier. On a GPU there is room for one at a time;
     in a pipeline the batches of one would be on their way when it is another's turn. `progress` is
-    called with the number of tokens of each iteration, `ended` with the name of a policy that is
-    done and its seconds, and each of `recorders` sees the run of its policy."""
+    called with the number of tokens of each iteration, and each of `recorders` sees the run of its
+    policy."""
     arrivals = load.arrivals()
     prompts = workload.prompts(arrivals, model.config.vocab_size, load.seed)
-    config = load.config(chunk, attention)
-    names = sorted(policies, key=lambda name: name != "request-level")
+    configs = run_plan(policies, [load.seq_len], load.config(chunk, attention))
     one_at_a_time = model.device.type == "cuda" or model.stages > 1
-    groups = [[name] for name in names] if one_at_a_time else [names]
-    base: PolicyRun | None = None
-    for group in groups:
-        configs = run_plan(group, [load.seq_len], config)
-        runs: dict[str, Run] = {}
-        try:
-            for name, run in serve_in_turns(
-                model, configs, arrivals, prompts, progress, ended, recorders or {}
-            ):
-                runs[name] = run
-        finally:  # those that are done, too, when the others are interrupted
-            for name in [name for name in configs if name in runs]:
-                row = summarize_policy(runs[name], load.batch)
-                if name == "request-level":
-                    base = row
-                yield name, with_gains(row, base)
+    for group in [[name] for name in configs] if one_at_a_time else [list(configs)]:
+        clocks = {name: Clock(time.perf_counter) for name in group}
+        loads: dict[str, LoadRun] = {}
+        for name, clock in clocks.items():
+            engine = engine_for(model)(model, configs[name], clock=clock)
+            engine.warm_up()
+            server = EngineServer(engine, clock)
+            loads[name] = LoadRun(server, arrivals, prompts, recorder=(recorders or {}).get(name))
+        yield from take_turns(loads, clocks, progress)
 
 
-def serve_in_turns(
-    model: GPT,
-    configs: Mapping[str, EngineConfig],
-    arrivals: Sequence[workload.Arrival],
-    prompts: Sequence[list[int]],
-    progress: Callable[[int], object],
-    ended: Callable[[str, float], object],
-    recorders: Mapping[str, Recorder],
+def take_turns(
+    loads: Mapping[str, LoadRun],
+    clocks: Mapping[str, Clock],
+    progress: Callable[[int], object] | None = None,
 ) -> Iterator[tuple[str, Run]]:
-    """Serve the arrivals by an engine of each config, a step of one after another: (name, Run), as
-    each is done.
+    """Run these loads of EngineServers, a step of one after another: (name, Run), as each is done.
 
     The engine that has used the least time is next: when the machine slows down for a while, it
     slows down for all of them. The clock of an engine stands still while it is another's turn."""
-    clocks: dict[str, Clock] = {}
-    loads: dict[str, LoadRun] = {}
-    for name, config in configs.items():
-        clock = Clock(time.perf_counter)
-        engine = engine_for(model)(model, config, clock=clock)
-        engine.warm_up()
-        server = EngineServer(engine, clock)
-        clocks[name] = clock
-        loads[name] = LoadRun(server, arrivals, prompts, recorder=recorders.get(name))
-
-    used_s = dict.fromkeys(configs, 0.0)  # of the engines that are not done
+    used_s = dict.fromkeys(loads, 0.0)  # of the engines that are not done
     while used_s:
         name = min(used_s, key=lambda name: used_s[name])
-        clocks[name].set(used_s[name])
         load = loads[name]
+        clocks[name].set(used_s[name])
         done = len(load.iterations)
         if load.step():
             used_s[name] = clocks[name]()
             for iteration in load.iterations[done:]:
-                progress(iteration.prefill_tokens + iteration.decode_tokens)
+                if progress:
+                    progress(iteration.prefill_tokens + iteration.decode_tokens)
         else:
             del used_s[name]
-            ended(name, clocks[name]())
-            yield name, loads[name].result()
+            yield name, load.result()
 
 
-def summarize_policy(run: Run, batch: int) -> PolicyRun:
-    """The PolicyRun of a run of at most `batch` requests at once, without gains."""
-    _, tokens_per_s, _ = metrics.steady(run.iterations, batch)
-    return PolicyRun(
-        run=run,
-        summary=metrics.summarize_run(run.completions, run.iterations, run.seconds),
-        busy=run.drift > timing.BUSY,
-        tokens_per_s=tokens_per_s,
-    )
-
-
-def with_gains(row: PolicyRun, base: PolicyRun | None) -> PolicyRun:
-    """The same with its gains over `base`, the row of request-level, if that was run."""
-    if base is None:
-        return row
-    return replace(
-        row,
-        gain=over(row.tokens_per_s, base.tokens_per_s),
-        whole_run_gain=over(row.summary.tokens_per_s, base.summary.tokens_per_s),
-    )
+def policy_runs(
+    policies: Sequence[str], runs: Mapping[str, Run], batch: int
+) -> dict[str, PolicyRun]:
+    """The PolicyRun of each of these policies that was run, with at most `batch` requests at once;
+    request-level first."""
+    rows: dict[str, PolicyRun] = {}
+    base: PolicyRun | None = None
+    done = [name for name in policies if name in runs]
+    for name in sorted(done, key=lambda name: name != BASE):
+        run = runs[name]
+        row = PolicyRun(
+            run=run,
+            summary=metrics.summarize_run(run.completions, run.iterations, run.seconds),
+            busy=run.drift > timing.BUSY,
+            tokens_per_s=metrics.steady(run.iterations, batch).tokens_per_s,
+        )
+        base = row if name == BASE else base
+        if base:
+            gain = over(row.tokens_per_s, base.tokens_per_s)
+            whole_run_gain = over(row.summary.tokens_per_s, base.summary.tokens_per_s)
+            row = replace(row, gain=gain, whole_run_gain=whole_run_gain)
+        rows[name] = row
+    return rows
 
 
 def over(amount: float | None, base: float | None) -> float | None:

@@ -190,7 +190,13 @@ class RemoteServer:
 
     def _body(self, prompt: Sequence[int], arrival: Arrival) -> dict[str, Any]:
         """The body of a request. Its class and SLOs are sent if it has any."""
-        body: dict[str, Any] = {
+        service = {
+            "priority": arrival.priority if arrival.priority != "normal" else None,
+            "ttft_slo": arrival.ttft_slo,
+            "tbt_slo": arrival.tbt_slo,
+            "user": arrival.user or None,
+        }
+        return {
             "model": self.model,
             "prompt": prompt,
             "max_tokens": arrival.output_len,
@@ -198,16 +204,8 @@ class RemoteServer:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **{name: value for name, value in service.items() if value is not None},
         }
-        if arrival.priority != "normal":
-            body["priority"] = arrival.priority
-        if arrival.ttft_slo is not None:
-            body["ttft_slo"] = arrival.ttft_slo
-        if arrival.tbt_slo is not None:
-            body["tbt_slo"] = arrival.tbt_slo
-        if arrival.user:
-            body["user"] = arrival.user
-        return body
 
 
 def events(response: HTTPResponse) -> Iterator[bytes]:

@@ -142,16 +142,16 @@ class LoadRun:
             else:
                 self.next_turn[arrival.follows] = i
         self.due.sort()
-        self.offered_per_s = self._offered_per_s()
+        first_turns = [time for time, _ in self.due]
+        self.span_s = first_turns[-1] - first_turns[0] if first_turns else 0.0
         if recorder:
             recorder.watch(server.schedulers)
 
     def _offered_per_s(self) -> float | None:
         """Requests per second if no turn had to wait for an answer; None without such turns."""
-        if not self.next_turn:
+        if not self.next_turn or not self.span_s:
             return None
-        span_s = self.due[-1][0] - self.due[0][0]
-        return (len(self.arrivals) - 1) / span_s if span_s else None
+        return (len(self.arrivals) - 1) / self.span_s
 
     def step(self) -> bool:
         """Add the request that is due, or else run one iteration. False if all is done."""
@@ -186,7 +186,11 @@ class LoadRun:
 
     def result(self) -> Run:
         """The Run up to here. Aborts what still runs."""
-        self._abort_unfinished()
+        # an interrupt may have come while a request was added, or in the step that ended it
+        gone = (KeyError, ValueError) if self.cut_short else ()
+        for i in self.arrived - self.completions.keys():
+            with suppress(*gone):
+                self.completions[i] = self.server.abort(i)
         completions = [self.completions[i] for i in sorted(self.completions)]
         ends = [c.token_times[-1] for c in completions if c.token_times]
         ends += [iteration.end for iteration in self.iterations]
@@ -198,18 +202,8 @@ class LoadRun:
             refused=self.refused,
             cut_short=self.cut_short,
             drift=statistics.fmean(self.server.probe_readings or [0.0]),
-            offered_per_s=self.offered_per_s,
+            offered_per_s=self._offered_per_s(),
         )
-
-    def _abort_unfinished(self) -> None:
-        """Abort all requests that arrived and have not ended."""
-        for i in self.arrived - self.completions.keys():
-            if self.cut_short:
-                # the interrupt may have come while it was added, or in the step that ended it
-                with suppress(KeyError, ValueError):
-                    self.completions[i] = self.server.abort(i)
-            else:
-                self.completions[i] = self.server.abort(i)
 
     def _own_fraction(self) -> float | None:
         """The share of the steps' time outside of forward; None where batches overlap."""

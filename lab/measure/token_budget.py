@@ -3,17 +3,17 @@
 Hybrid batches are timed, and the largest budget that meets the SLO is taken: by `auto_budget`, and
 by `python bench.py batches --slo`. Read first: policies/iteration_time.py."""
 
-import statistics
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice
 from typing import Any, NamedTuple, Protocol
 
 from config import EngineConfig
 from engine import Engine
 from kv_cache import KVCache
+from lab.measure import timing
 from policies import find_policy, policy_options
 from policies.iteration_time import BatchShape
 from request import Chunk
@@ -64,47 +64,31 @@ def hybrid_spans(cache: KVCache, budget: int, context: int, decodes: int) -> lis
     turn. Where there are too few they share pages, which may take less time."""
     pages = cycle(range(cache.pages))
     chunk = budget - decodes
-    chunks = []
-    for _ in range(decodes):
-        chunks.append(lone_chunk(_block_table(pages, context, cache.page_size), context - 1, [0]))
+    spans = [(context - 1, 1)] * decodes  # (start, length)
     if chunk > 0:
-        start = max(0, context - chunk)
-        block_table = _block_table(pages, start + chunk, cache.page_size)
-        chunks.append(lone_chunk(block_table, start, [0] * chunk))
+        spans.append((max(0, context - chunk), chunk))
+    chunks = []
+    for start, length in spans:
+        block_table = list(islice(pages, -(-(start + length) // cache.page_size)))
+        chunks.append(lone_chunk(block_table, start, [0] * length))
     return chunks
-
-
-def _block_table(pages: Iterator[int], tokens: int, page_size: int) -> list[int]:
-    """The next pages, as many as hold so many tokens."""
-    return list(islice(pages, -(-tokens // page_size)))
 
 
 def time_iterations(runner: TimedRunner, cases: Sequence[Case], repeats: int = 2) -> list[Profiled]:
     """A Profiled for each case, in order. The content of the cache is lost.
 
     Each case runs `repeats` times after a first time that does not count, all cases in turn."""
-    batches = [hybrid_spans(runner.cache, *case) for case in cases]
-    _zero_pages(runner.cache, batches)
-    samples: list[list[float]] = [[] for _ in cases]
-    for repeat in range(repeats + 1):
-        for chunks, seconds in zip(batches, samples, strict=True):
-            start = time.perf_counter()
-            runner.greedy(chunks)
-            if repeat:
-                seconds.append(time.perf_counter() - start)
-    profile = []
-    for (budget, context, decodes), seconds in zip(cases, samples, strict=True):
-        lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
-        spread = (upper - lower) / median
-        profile.append(Profiled(budget, context, decodes, median, spread))
-    return profile
-
-
-def _zero_pages(cache: KVCache, batches: Sequence[Sequence[Chunk]]) -> None:
-    """Fill the pages of these chunks: garbage may be slow to compute with."""
+    cache = runner.cache
+    batches = [hybrid_spans(cache, *case) for case in cases]
     last_page = max(page for chunks in batches for chunk in chunks for page in chunk.pages)
     slots = (last_page + 1) * cache.page_size
-    cache.data[:, :, :, :slots].zero_()
+    cache.data[:, :, :, :slots].zero_()  # garbage may be slow to compute with
+    variants = {number: partial(runner.greedy, chunks) for number, chunks in enumerate(batches)}
+    timings = timing.interleaved(variants, cache.data.device, repeats, warmup=1)
+    return [
+        Profiled(*case, seconds=timings[number].ms / 1e3, spread=timings[number].spread)
+        for number, case in enumerate(cases)
+    ]
 
 
 def base_context(max_len: int) -> int:
@@ -128,14 +112,17 @@ def choose_budget(
     Raises ValueError if no budget meets the SLO."""
     timed = timed or time_iterations
     tile = min(tile, max_budget)
-    profile = timed(runner, [(decodes, context, decodes) for context in contexts])
-    decode_s = max(row.seconds for row in profile)
+    profile: list[Profiled] = []
 
-    def meets(budget: int) -> bool:
+    def slowest(budget: int) -> float:
         rows = timed(runner, [(budget, context, decodes) for context in contexts])
         profile.extend(rows)
-        return all(row.seconds <= tbt_slo for row in rows)
+        return max(row.seconds for row in rows)
 
+    def meets(budget: int) -> bool:
+        return slowest(budget) <= tbt_slo
+
+    decode_s = slowest(decodes)
     best = 0
     budget = (decodes // tile + 1) * tile  # the first with room for a chunk
     max_budget = max(max_budget, budget)

@@ -1,0 +1,46 @@
+"""The frame of a command: what it found is written at its end, also at an interrupt.
+
+    with reporting(options, report, plot=draw, csv=write_rows):
+        report["runs"] = ...
+
+Read first: cli/options.py."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from cli.options import write_json, wrote, wrote_page
+
+
+@contextmanager
+def reporting(
+    options: Any,
+    report: dict[str, Any],
+    show: Callable[[], object] | None = None,
+    **files: Callable[[str], object],
+) -> Iterator[None]:
+    """Write at the end of this block what `report` got in it, if anything, to --json; also if an
+    interrupt or an error ends the block.
+
+    `show` prints it before. `files` are functions that write to the file of another option, by the
+    name of that option."""
+    before = len(report)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("\ninterrupted: what was measured until then is kept")
+        raise
+    finally:
+        if len(report) > before:
+            if show:
+                show()
+            write_json(options, report)
+            wrote(options.json)
+            for name, write in files.items():
+                file = getattr(options, name)
+                if file:
+                    write(file)
+                    if name == "html":
+                        wrote_page(file)
+                    else:
+                        wrote(file)
