@@ -328,7 +328,7 @@ def test_panels_draw_lines_bars_and_lanes_with_the_papers_numbers(file):
     assert [(bar.get_x(), bar.get_width()) for bar in lanes.patches] == [(0, 1), (1, 9), (0, 2)]
     assert colors_of(lanes.patches)[1:] == [OVER, "#ffffff"]  # the post's is hollow
     assert texts(lanes) == ["longest 9.00", "longest 2.00"]
-    names = texts(figure.legends[0])
+    names = texts(figure.subfigs[0].legends[0])
     assert names == ["vllm", "orca", "the paper's", "preproj", "other", "published"]
 
 

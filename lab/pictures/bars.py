@@ -107,27 +107,34 @@ def draw_bars(
     if max(values, default=0) > style.LOG_FROM * min(values, default=1):
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(style.PLAIN)
-    at_the_end = axis.get_yaxis_transform()  # of the panel, where no bar covers the numbers
-    small: dict[str, Any] = {"ha": "right", "fontsize": 8}
     height = 0.8 / len(lines)
     for number, (name, line) in enumerate(lines.items()):
         for x, y in line.items():
             row = xs.index(x) + (number - (len(lines) - 1) / 2) * height
-            color = color_of(name, x)
-            paper = published.get((name, x))
+            look: dict[str, Any] = {"color": color_of(name, x), "label": name}
             texts: list[str] = []
             if y is not None:
                 texts.append(style.short(y, spec))
-                if axis.get_xscale() == "log":
-                    axis.plot([y], [row], "o", color=color)
-                else:
-                    hatch = "////" if style.bound_of(y) else ""
-                    axis.barh([row], [y], 0.9 * height, color=color, hatch=hatch, edgecolor="white")
+            if y is not None and axis.get_xscale() == "log":
+                axis.plot([y], [row], "o", **look)
+            elif y is not None:
+                hatch = "////" if style.bound_of(y) else ""
+                axis.barh([row], [y], 0.9 * height, **look, hatch=hatch, edgecolor="white")
+            paper = published.get((name, x))
             if paper is not None:
                 texts.append(f"◇{style.short(paper, spec)}")
-                axis.plot([paper], [row], **style.published_marker(paper), zorder=5)
+                look = style.published_marker(paper)
+                axis.plot([paper], [row], **look, zorder=5)
             if len(xs) * len(lines) <= MOST_NUMBERS:
-                axis.text(1, row, " ".join(texts), transform=at_the_end, va="center", **small)
+                axis.text(
+                    1,  # the right end of the panel, where no bar is
+                    row,
+                    " ".join(texts),
+                    transform=axis.get_yaxis_transform(),
+                    ha="right",
+                    va="center",
+                    fontsize=8,
+                )
     axis.margins(x=0.4)
     axis.set_yticks(range(len(xs)), [show(x, ",") for x in xs])
     axis.set_ylim(len(xs) - 0.4, -0.6)

@@ -5,7 +5,6 @@ are drawn as bars. Read first: style.py, bars.py, lab/claims/table.py."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
 from cli.tables import show
@@ -22,11 +20,9 @@ from lab.pictures import style
 from lab.pictures.bars import Beside, draw_bars, draw_beside_published, heights_of
 
 COLUMNS = 2  # panels in a row
-LEGEND_LETTERS = 110  # in a row of the legend
+LEGEND_COLUMNS = 3
 FEW = 3  # so many x are categories
 LONG_STEP = 5  # times a decode iteration: the strict SLO of Sarathi-Serve, above it a step is red
-
-Handles = dict[str, Any]  # artists and containers of bars: what stands for each name in the legend
 
 
 class Panel(Protocol):
@@ -83,27 +79,25 @@ def plot_panels(
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     colors = style.name_colors(names)
     rows = -(-len(panels) // COLUMNS)
-    letters = 6 + max(len(name) for name in names)  # of a name in the legend, with its line
-    entries = len(names) + any(marks)
-    legend_columns = min(entries, max(1, LEGEND_LETTERS // letters))
-    panels_height = 2.9 * rows + 0.2 * -(-entries // legend_columns)
-    strip_height = sum(heights_of(beside or {})) + 0.4
-    figure = style.new_figure(0.7 + panels_height + (strip_height if beside else 0))
-    upper = strip = figure
+    legend_rows = -(-(len(names) + 1) // LEGEND_COLUMNS)
+    heights = [2.9 * rows + 0.2 * legend_rows]
     if beside:
-        heights = [panels_height, strip_height]
-        upper, strip = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)[:, 0]
-    handles: Handles = {}
+        heights.append(0.4 + sum(heights_of(beside)))
+    figure = style.new_figure(0.7 + sum(heights))
+    parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    handles: dict[str, Any] = {}  # what stands for each name in the legend
     for number, panel in enumerate(panels):
-        axis = upper.add_subplot(rows, min(COLUMNS, len(panels)), number + 1)
+        axis = parts[0].add_subplot(rows, min(COLUMNS, len(panels)), number + 1)
         axis.set_title(panel.title, **style.BOLD)
         marks_here = marks[number] if marks else ()
-        handles |= _draw_panel(axis, panel, colors, marks_here, is_of_bars(panel, panels))
+        _draw_panel(axis, panel, colors, marks_here, is_of_bars(panel, panels))
+        artists, labels = axis.get_legend_handles_labels()
+        handles |= dict(zip(labels, artists, strict=True))
     if any(marks):
         handles["published"] = Line2D([], [], **style.PUBLISHED)
-    upper.legend(handles.values(), handles.keys(), ncols=legend_columns, **style.LEGEND_BELOW)
+    parts[0].legend(handles.values(), handles, ncols=LEGEND_COLUMNS, **style.LEGEND_BELOW)
     if beside:
-        draw_beside_published(strip, beside)
+        draw_beside_published(parts[1], beside)
     lines = textwrap.wrap(title, 100)
     if any(marks) or beside:
         lines.append(f"hollow: published, {source}")
@@ -124,81 +118,72 @@ def _xs(panel: Panel) -> list[Any]:
 
 def _draw_panel(
     axis: Axes, panel: Panel, colors: Mapping[str, str], marks: Sequence[Mark], bars: bool
-) -> Handles:
-    """Draw one panel. Returns what stands for each name in the legend."""
-    if panel.form or bars:
-        axis.set(xlabel=panel.y, ylabel="" if panel.form == "steps" else panel.x)
-        number_axis = axis.xaxis
-        draw_limit = axis.axvline
-    else:
-        axis.set(xlabel=panel.x, ylabel=panel.y)
-        number_axis = axis.yaxis
-        draw_limit = axis.axhline
-    handles: Handles = {name: Patch(color=colors[name]) for name in panel.lines}
+) -> None:
+    """Draw one panel, as bars where its x are categories."""
     if panel.form:
         _draw_lanes(axis, panel, colors)
     elif bars:
         published = {(mark.line, mark.x): mark.y for mark in marks}
         draw_bars(axis, panel.lines, published, lambda name, _: colors[name], panel.spec)
     else:
-        handles = _draw_lines(axis, panel, colors, marks)
-    if panel.form or bars:
-        names = [textwrap.fill(label.get_text(), 18) for label in axis.get_yticklabels()]
-        axis.set_yticks(axis.get_yticks(), names)
-    if panel.form == "steps":
-        handles = {}
+        _draw_lines(axis, panel, colors, marks)
+    if panel.form or bars:  # numbers go to the right
+        number_axis, x_axis = axis.xaxis, axis.yaxis
+        draw_limit = axis.axvline
+        categories = [textwrap.fill(label.get_text(), 18) for label in axis.get_yticklabels()]
+        axis.set_yticks(axis.get_yticks(), categories)
+    else:
+        number_axis, x_axis = axis.yaxis, axis.xaxis
+        draw_limit = axis.axhline
+    number_axis.set_label_text(panel.y)
+    x_axis.set_label_text("" if panel.form == "steps" else panel.x)
     low, high = number_axis.get_view_interval()
     if panel.spec.endswith("x") and not panel.form and low < 1 < high:
         draw_limit(1, color="#444444", lw=0.8, zorder=0)
     if panel.spec.endswith("%"):
         number_axis.set_major_formatter(PercentFormatter(1, decimals=0))
-    return handles
 
 
-def _draw_lines(
-    axis: Axes, panel: Panel, colors: Mapping[str, str], marks: Sequence[Mark]
-) -> Handles:
-    handles: Handles = {}
+def _draw_lines(axis: Axes, panel: Panel, colors: Mapping[str, str], marks: Sequence[Mark]) -> None:
+    """Draw a line for each name, and arrows where a number is a bound."""
     for name, line in panel.lines.items():
         points = {x: y for x, y in line.items() if not panel.ticks or x <= panel.ticks[-1]}
+        numbers = np.array(list(points.values()), float)  # None is not a number
         look = style.line_look(name) | {"color": colors[name], "lw": 1.5}
-        ys = [nan if y is None else y for y in points.values()]
-        (handles[name],) = axis.plot(list(points), ys, **look)
+        axis.plot(list(points), numbers, **look, label=name)
         for x, y in points.items():
-            bound = style.bound_of(y)
-            if y is not None and bound:
-                axis.plot([x], [y], **style.BOUND[bound], color=colors[name])
+            if y is not None and style.bound_of(y):
+                axis.plot([x], [y], **style.BOUND[style.bound_of(y)], color=colors[name])
     for mark in marks:
-        axis.plot([mark.x], [mark.y], **style.published_marker(mark.y, colors[mark.line]), zorder=5)
+        look = style.published_marker(mark.y, colors[mark.line])
+        axis.plot([mark.x], [mark.y], **look, zorder=5)
     style.log_scale(panel.log, axis)
     if panel.ticks:
         axis.set_xticks(panel.ticks)
-    return handles
 
 
 def _draw_lanes(axis: Axes, panel: Panel, colors: Mapping[str, str]) -> None:
     """Draw lanes in which numbers are lengths, one after another: the numbers of all lines at an x
     ("stacked"), or the steps of a line, coloured by their length; those of a paper are hollow."""
-    is_steps = panel.form == "steps"
-    xs = _xs(panel)
     lanes = panel.lines
-    if not is_steps:
-        lanes = {x: {name: line.get(x) for name, line in panel.lines.items()} for x in xs}
-    for lane, (lane_name, line) in enumerate(lanes.items()):
-        lengths = np.array([length or 0.0 for length in line.values()])
+    if panel.form == "stacked":
+        lanes = {x: {name: panel.lines[name].get(x) for name in panel.lines} for x in _xs(panel)}
+    for row, (lane, numbers) in enumerate(lanes.items()):
+        lengths = np.array([number or 0.0 for number in numbers.values()])
         ends = lengths.cumsum()
-        fill: Any = [colors.get(name) for name in line]
-        label = style.three_digits(lengths.sum())
-        look: dict[str, Any] = {"color": fill}
-        if is_steps:
+        text = style.three_digits(lengths.sum())
+        look: dict[str, Any] = {"label": list(numbers)}
+        if panel.form == "stacked":
+            look["color"] = [colors[name] for name in numbers]
+        else:
             shades = style.GAPS(Normalize(1, LONG_STEP)(lengths))
-            label = f"longest {style.three_digits(lengths.max(initial=0.0))}"
             look = {"color": shades, "edgecolor": "white", "lw": 0.8}
-            if style.is_published(str(lane_name)):
+            text = f"longest {style.three_digits(lengths.max(initial=0.0))}"
+            if style.is_published(lane):
                 look = {"color": "white", "edgecolor": shades, "lw": 1.6}
-        axis.barh(lane, lengths, 0.62, left=ends - lengths, **look)
-        end = (lengths.sum(), lane)
-        axis.annotate(label, end, (4, 0), textcoords="offset points", va="center")
+        axis.barh(row, lengths, 0.62, left=ends - lengths, **look)
+        end = (lengths.sum(), row)
+        axis.annotate(text, end, (4, 0), textcoords="offset points", va="center")
     axis.set_yticks(range(len(lanes)), [show(lane, ",") for lane in lanes])
     axis.invert_yaxis()
     axis.margins(x=0.15)
