@@ -6,11 +6,9 @@ from types import SimpleNamespace
 from matplotlib.colors import to_hex
 
 from config import EngineConfig
-from lab.pictures import pipelines
-from lab.pictures.pipelines import plot_bubbles
+from lab.pictures.pipelines import plot_bubbles, plot_pipeline
 from lab.pictures.style import BUBBLE, DECODE, HYBRID, POLICY_COLORS, PREFILL
 from lab.simulator.cost_model import CostModel
-from lab.simulator.devices import DEVICES, GEOMETRIES
 from lab.simulator.simulation import bubble_kinds, simulate
 from policies.micro_batches import StageRun
 from tests.test_metrics import decode, prefill
@@ -21,26 +19,19 @@ from tests.test_views import is_png, near, points, texts
 @cache
 def two_stages():
     """Bubbles of all kinds, those between decodes below a thousandth of the time."""
-    cost = CostModel(GEOMETRIES["gpt3-175b"], DEVICES["a100-80gb"], 8, 2)
+    cost = CostModel.named("gpt3-175b", tp=8, pp=2)
     arrivals = at_once((2048, 20), (1024, 20), (2040, 20), (1020, 20))
     sizes = dict(chunk=256, max_batch=2, max_len=8192, page_size=8192, pages=4)
-    runs = {}
-    for policy in ("orca-best", "sarathi-serve"):
-        runs[policy] = simulate(cost, EngineConfig(policy, **sizes), arrivals).stage_runs
-    return runs
-
-
-A_PIPELINE = [  # A is prefilled; 1 s later it decodes while B is prefilled; 2 s later both decode
-    StageRun(0, 0, 0, 0.0, 4.0, 0.0, [prefill(0, 4)]),
-    StageRun(0, 0, 0, 5.0, 9.0, 1.0, [decode(0), prefill(1, 7)]),
-    StageRun(0, 0, 0, 11.0, 12.0, 2.0, [decode(0), decode(1)]),
-]
+    return {
+        policy: simulate(cost, EngineConfig(policy, **sizes), arrivals).stage_runs
+        for policy in ("orca-best", "sarathi-serve")
+    }
 
 
 def draw(runs, tmp_path, title=""):
     """The panels of the picture of a pipeline."""
     kinds = {name: bubble_kinds(stage_runs) for name, stage_runs in runs.items()}
-    figure = pipelines.plot_pipeline(runs, kinds, title, tmp_path / "p.png")
+    figure = plot_pipeline(runs, kinds, title, tmp_path / "p.png")
     assert is_png(tmp_path / "p.png")
     assert figure.get_suptitle().startswith(f"{title}\n")
     return figure.axes
@@ -48,13 +39,12 @@ def draw(runs, tmp_path, title=""):
 
 def boxes(axis):
     """[(lane, start, end, colour)] of what is in a panel, frames left out."""
-    rows = []
-    for box in axis.patches:
-        if box.get_fill():
-            start = box.get_x()
-            lane = round(box.get_center()[1])
-            rows.append((lane, start, start + box.get_width(), to_hex(box.get_facecolor())))
-    return rows
+    return [
+        (round(box.get_center()[1]), x, x + box.get_width(), to_hex(box.get_facecolor()))
+        for box in axis.patches
+        if box.get_fill()
+        for x in [box.get_x()]
+    ]
 
 
 def expected_boxes(stage_runs):
@@ -62,8 +52,7 @@ def expected_boxes(stage_runs):
     colors = {(False,): PREFILL, (True,): DECODE, (False, True): HYBRID}
     rows = []
     for run in stage_runs:
-        kinds = {is_decode for *_, is_decode in run.chunks}
-        color = colors[tuple(sorted(kinds))]
+        color = colors[tuple(sorted({chunk.is_decode for chunk in run.chunks}))]
         rows.append((run.stage, near(run.start), near(run.end), color))
         if run.bubble:
             before = near(run.start - run.bubble)
@@ -73,51 +62,46 @@ def expected_boxes(stage_runs):
 
 def test_a_pipeline_plot_has_a_box_for_each_batch_and_bubble(tmp_path):
     axes = draw(two_stages(), tmp_path, "GPT-3")
+    assert axes[0].get_xlim() == axes[1].get_xlim()
     for axis, (name, stage_runs) in zip(axes, two_stages().items(), strict=True):
         assert boxes(axis) == expected_boxes(stage_runs)
         assert len({color for *_, color in boxes(axis)}) == 4
-        bottom, top = axis.get_ylim()
-        assert bottom > top  # stage 1 on top
+        assert axis.yaxis_inverted()  # stage 1 on top
         assert [label.get_text() for label in axis.get_yticklabels()] == ["stage 1", "stage 2"]
         assert axis.get_title(loc="left") == name
 
 
 def test_the_longest_bubble_and_the_sum_of_each_kind_are_written(tmp_path):
+    sides = {"PB1": ("right", 0), "PB2": ("left", 1), "PB3": ("center", 0.5)}
     axes = draw(two_stages(), tmp_path)
     for axis, stage_runs in zip(axes, two_stages().values(), strict=True):
-        labels = sorted(text for text in texts(axis) if text.startswith("PB"))
-        for kind, label in zip(("PB1", "PB2", "PB3"), labels, strict=True):
-            bubbles = [run.bubble for run, k in bubble_kinds(stage_runs) if k == kind]
-            heading = axis.get_title(loc="right")
-            total = heading.split(f"{kind} ")[1].split()[0]
-            longest = label.removeprefix(kind).split()[0]
-            assert float(longest) == near(1000 * max(bubbles), rel=5e-3)
-            assert float(total) == near(1000 * sum(bubbles), rel=5e-3)
-
-
-def test_runs_share_a_time_axis_and_label_their_longest_bubbles(tmp_path):
-    first, second = draw(two_stages(), tmp_path)
-    runs = two_stages()["orca-best"]
-    assert first.get_xlim() == second.get_xlim()
-    assert first.get_xlim()[1] >= runs[-1].end
-    labels = {text.get_text()[:3]: text for text in first.texts}
-    sides = {"PB1": ("right", 0), "PB2": ("left", 1), "PB3": ("center", 0.5)}
-    for kind, (side, share_after) in sides.items():
-        those = [run for run, k in bubble_kinds(runs) if k == kind]
-        longest = max(those, key=lambda run: (round(run.bubble, 6), run.start))
-        x, y = labels[kind].get_position()
-        assert x == near(longest.start - share_after * longest.bubble)
-        assert labels[kind].get_ha() == side
-        assert longest.stage - 0.5 < y < longest.stage - 0.32
+        labels = {label.get_text()[:3]: label for label in axis.texts}
+        for kind, (side, share_after) in sides.items():
+            runs = [run for run, k in bubble_kinds(stage_runs) if k == kind]
+            longest = max(runs, key=lambda run: (round(run.bubble, 6), run.start))
+            label = labels[kind]
+            x, y = label.get_position()
+            assert float(label.get_text().split()[1]) == near(1e3 * longest.bubble, rel=5e-3)
+            assert x == near(longest.start - share_after * longest.bubble)
+            assert label.get_ha() == side and longest.stage - 0.5 < y < longest.stage - 0.32
+            total = axis.get_title(loc="right").split(f"{kind} ")[1].split()[0]
+            assert float(total) == near(1e3 * sum(run.bubble for run in runs), rel=5e-3)
 
 
 def test_a_box_says_what_is_in_it_if_it_is_wide_enough(tmp_path):
-    (axis,) = draw({"orca": A_PIPELINE}, tmp_path)
-    assert texts(axis) == ["$A_p$", "$A_d$ $B_p$", "$A_d$ $B_d$", "PB1 2.00 s"]
+    rows = [  # A is prefilled; 1 s later it decodes beside B; 2 s later both decode
+        StageRun(0, 0, 0, 0.0, 4.0, 0.0, [prefill(0, 4)]),
+        StageRun(0, 0, 0, 5.0, 9.0, 1.0, [decode(0), prefill(1, 7)]),
+        StageRun(0, 0, 0, 11.0, 12.0, 2.0, [decode(0), decode(1)]),
+    ]
+    (axis,) = draw({"orca": rows}, tmp_path)
+    assert texts(axis) == ["$A_p$", "$A_d$\n$B_p$", "$AB_d$", "PB1 2.00 s"]
     assert "makespan 12.0 s" in axis.get_title(loc="right")
     long = StageRun(0, 0, 0, 12.0, 150.0, 0.0, [prefill(2, 4), prefill(3, 4)])
-    (axis,) = draw({"orca": [*A_PIPELINE, long]}, tmp_path)  # the others are narrow
-    assert texts(axis)[:3] == ["$A_p$", "$A_d$\n$B_p$", "$C_p$ $D_p$"]
+    (axis,) = draw({"orca": [*rows, long]}, tmp_path)
+    assert texts(axis)[:3] == ["$A_p$", "$A_d$\n$B_p$", "$CD_p$"]  # the third is narrow
+    rows.append(StageRun(0, 0, 0, 12.0, 20.0, 0.0, [decode(0), decode(26)]))  # after Z
+    assert len(texts(draw({"orca": rows}, tmp_path)[0])) == 4
 
 
 def test_bubble_times_are_cumulative_and_none_is_shown_too(tmp_path):
@@ -126,15 +110,12 @@ def test_bubble_times_are_cumulative_and_none_is_shown_too(tmp_path):
     left, right = plot_bubbles(systems, "", tmp_path / "b.png").axes
     assert points(left.lines[0]) == [(0, 0), (0, 0.25), (1, 0.5), (10, 0.75), (100, 1)]
     assert points(right.lines[0]) == [(2, 0), (2, near(1 / 3)), (4, near(2 / 3)), (8, 1)]
-    assert left.get_xscale() == "symlog"
-    assert left.get_xlim()[0] <= 0
-    labels = [line.get_label() for axis in (left, right) for line in axis.lines]
-    assert labels == [
-        "orca, TP 8: median 5.50 s",
-        "sarathi, PP 8: median 5.00 s",
-        "orca, TP 8: 3 in 8.00 s",
-        "sarathi, PP 8: 1 in 9.00 s",
-    ]
-    assert {line.get_drawstyle() for line in (*left.lines, *right.lines)} == {"steps-post"}
-    colors = [line.get_color() for line in left.lines]
-    assert colors == [POLICY_COLORS[policy] for policy in ("orca", "sarathi")]
+    assert left.get_xscale() == "symlog" and left.get_xlim()[0] <= 0
+    for axis, after in (
+        (left, ("median 5.50 s", "median 5.00 s")),
+        (right, ("3 in 8.00 s", "1 in 9.00 s")),
+    ):
+        labels = [f"{name}: {text}" for name, text in zip(systems, after, strict=True)]
+        assert [line.get_label() for line in axis.lines] == labels
+        colors = [POLICY_COLORS["orca"], POLICY_COLORS["sarathi"]]
+        assert [line.get_color() for line in axis.lines] == colors

@@ -11,6 +11,7 @@ from lab.commands import pools as command
 from lab.commands.pools import Row, Sweep
 from lab.simulator.goodput import (
     Cluster,
+    Job,
     Load,
     Search,
     Targets,
@@ -18,6 +19,7 @@ from lab.simulator.goodput import (
     find_goodput,
     goodput,
     rates,
+    run_job,
 )
 from policies.pools import Pools
 from tests.test_simulate import printed_tables
@@ -70,7 +72,7 @@ def test_a_search_finds_the_goodput_of_all_rates():
     cluster = Cluster("llama3-8b", "a100-80gb", 2, Pools(1, 1))
     load = Load("500+20", 4.0, 1024)
     targets = Targets(ttft_s=0.2, tbt_s=0.05)
-    trials = [Trial.run(cluster, load, qps) for qps in rates(cluster, load, 7)]
+    trials = [run_job(Job(cluster, load, qps)) for qps in rates(cluster, load, 7)]
     best = goodput(trials, targets)
     assert 0 < best < trials[-1].qps_per_gpu
     assert find_goodput(Search(cluster, load, targets, 7)) == best

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex, to_rgb
 
+from lab.claims.table import Table
 from lab.measure.capacity import Bounded
 from lab.pictures import style
-from lab.pictures.bars import Beside, plot_beside_published
+from lab.pictures.bars import Beside, plot_bars, plot_beside_published
+from lab.pictures.panels import Mark, plot_panels
 from lab.pictures.style import DECODE, HYBRID, OVER, POLICY_COLORS, PREFILL, WAITING
 from lab.pictures.timelines import lane_bars, plot_capacity, plot_serving, plot_timelines
 from policies import ALL_POLICIES
@@ -75,16 +77,17 @@ def lanes_of(figure):
     return [axis for axis in figure.axes if axis.get_ylabel() == "request"]
 
 
-def spans_of(axis):
-    """(start, end, lane, from 0) of each bar, in the order in which they are drawn."""
-    corners = [path.vertices for path in axis.collections[0].get_paths()]
-    return [(xy[0, 0], xy[1, 0], round(xy[0:3, 1].mean())) for xy in corners]
+def bars_of(axis):
+    """(start, end, lane, colour) of each bar, lane by lane as they are drawn."""
+    rows = []
+    for lane in axis.collections:
+        for path, color in zip(lane.get_paths(), lane.get_facecolors(), strict=True):
+            (start, low), (end, high) = path.get_extents().get_points()
+            rows.append((start, end, round((low + high) / 2), to_hex(color)))
+    return rows
 
 
 def colors_of(bars):
-    """The colours of bars, or of those in lanes, as they are drawn."""
-    if hasattr(bars, "collections"):
-        return [to_hex(color) for color in bars.collections[0].get_facecolors()]
     return [to_hex(bar.get_facecolor()) for bar in bars]
 
 
@@ -107,7 +110,6 @@ def lab_of(color):
 
 def test_every_policy_has_a_colour_of_its_own_whoever_else_is_drawn():
     colors = style.policy_colors([*ALL_POLICIES, "mine", "yours"])
-    assert len(set(colors.values())) == len(ALL_POLICIES) + 2
     pairs = combinations(colors.values(), 2)
     assert min(np.linalg.norm(lab_of(a) - lab_of(b)) for a, b in pairs) > 15  # 2.3 can be seen
     for color in colors.values():
@@ -126,15 +128,13 @@ def test_the_title_names_the_machine(threads, line, file):
 def test_numbers_have_three_digits():
     written = [style.three_digits(value) for value in (None, 0, 0.5, 12.345, 123.4, 999.9, 12345)]
     assert written == ["none", "0", "0.500", "12.3", "123", "1,000", "12,345"]
+    assert (style.three_digits(7), style.short(Bounded(3.5, "below"), ".1fx")) == ("7", "< 3.5x")
 
 
 def test_bars_are_waiting_then_gaps_then_chunks_even_those_in_a_gap():
     gaps = [(0, 1, 2, "gap"), (0, 2, 7, "gap"), (1, 6, 7, "gap"), (1, 7, 8, "gap")]
     chunks = [(0, 0, 1, "prefill"), (1, 2, 6, "prefill")]
     assert lane_bars(*a_run()) == [(1, 1.5, 2, "waiting"), *gaps, *chunks]  # 0 is let in at once
-    iterations = [an_iteration(0, 1, [prefill(0, 4)]), an_iteration(3, 5, [prefill(0, 5)])]
-    bars = lane_bars(served(1.0, 5.0, scheduled=0.0), iterations)
-    assert bars == [(0, 1, 5, "gap"), (0, 0, 1, "prefill"), (0, 3, 5, "prefill")]
 
 
 def test_timelines_have_lanes_and_the_tokens_of_each_batch_to_scale(file):
@@ -145,11 +145,16 @@ def test_timelines_have_lanes_and_the_tokens_of_each_batch_to_scale(file):
     for axis, name, longest in (lanes, "vllm", "5.00"), (other_lanes, "orca", "2.00"):
         assert axis.get_title(loc="left") == name
         assert axis.get_title(loc="right") == f"longest time between tokens: {longest} s"
-    gaps = [(1, 2, 0), (2, 7, 0), (6, 7, 1), (7, 8, 1)]
-    assert spans_of(lanes) == [(1.5, 2, 1), *gaps, (0, 1, 0), (2, 6, 1)]  # chunks above gaps
+    first = [(1, 2, 0), (2, 7, 0), (0, 1, 0)]  # chunks above gaps
+    assert [bar[:3] for bar in bars_of(lanes)] == [
+        *first,
+        (1.5, 2, 1),
+        (6, 7, 1),
+        (7, 8, 1),
+        (2, 6, 1),
+    ]
     assert labels(lanes) == ["0", "1"]  # 2 only waits
-    assert other_lanes.get_xlim() == lanes.get_xlim() and lanes.get_xlim()[0] == 0
-    assert lanes.get_xlim()[1] > 8 and tokens.get_yscale() == "linear"
+    assert other_lanes.get_xlim() == lanes.get_xlim() == (0, near(8.16))
     assert [bar.get_height() for bar in tokens.patches] == [4, 1, 4, 2, 1]
     assert (tokens.patches[2].get_x(), tokens.patches[2].get_width()) == (2, 4)
     assert colors_of(tokens.patches) == [PREFILL, DECODE, PREFILL, DECODE, DECODE]
@@ -158,36 +163,34 @@ def test_timelines_have_lanes_and_the_tokens_of_each_batch_to_scale(file):
 
 def test_the_color_of_a_gap_depends_only_on_the_anchor(file):
     def colors(anchor_s):
-        return colors_of(plot_timelines({"vllm": a_run()}, MACHINE, file, anchor_s).axes[0])
+        axis = plot_timelines({"vllm": a_run()}, MACHINE, file, anchor_s).axes[0]
+        return [color for *_, color in bars_of(axis)]
 
-    waits, short, long, *rest = colors(5.0)  # gaps of 1, 5, 1 and 1 s
-    assert [waits, *rest] == [WAITING, short, short, PREFILL, PREFILL]
+    short, long, chunk, waits, *rest = colors(5.0)  # gaps of 1, 5, 1 and 1 s
+    assert [chunk, waits, *rest] == [PREFILL, WAITING, short, short, PREFILL]
     assert OVER not in (short, long) and short != long
-    assert colors(4.99)[2] == OVER and colors(50.0)[1:3] == [DECODE, DECODE]  # up to a tenth
+    assert colors(4.99)[1] == OVER and colors(50.0)[:2] == [DECODE, DECODE]  # up to a tenth
     *_, bar = plot_timelines({"vllm": History([], [])}, MACHINE, file, 5.0).axes
     assert bar.get_xlabel() == "time between tokens in s; red: more than 10 decode iterations"
     assert bar.get_xticklabels()[-1].get_text() == "5.00" and bar.get_xlim()[1] == 5
-    assert texts(bar.get_legend())[0] == "prefill"
 
 
 def test_serving_draws_the_latencies_of_each_run(file):
     second = a_run()
     second.completions.pop()  # without the request that waits
     figure = plot_serving({"vllm": a_run(), "orca": second}, MACHINE, file, slo_s=0.5)
-    by_label = {axis.get_xlabel().partition(" in ")[0]: axis for axis in figure.axes}
-    tbt = by_label["time between tokens (TBT)"]
-    for axis, x, share, p99 in (
-        (by_label["time to first token (TTFT)"], [1, 4.5, 4.5], [1, 0.5, 0], 4.465),
-        (tbt, [1, 1, 1, 5, 5], [1, 0.75, 0.5, 0.25, 0], 4.88),
-        (by_label["scheduling delay"], [0, 0.5, 0.5], [1, 0.5, 0], 0.495),
+    ttft, tbt, delay = figure.axes[:3]
+    for axis, name, x, share, p99 in (
+        (ttft, "time to first token (TTFT) in s", [1, 4.5, 4.5], [1, 0.5, 0], 4.465),
+        (tbt, "time between tokens (TBT) in s", [1, 1, 1, 5, 5], [1, 0.75, 0.5, 0.25, 0], 4.88),
+        (delay, "scheduling delay in s", [0, 0.5, 0.5], [1, 0.5, 0], 0.495),
     ):
         curve, dots = axis.lines[:2]
-        assert curve.get_label() == "vllm" and curve.get_drawstyle() == "steps-pre"
+        assert axis.get_xlabel() == name and curve.get_label() == "vllm"
         assert curve.get_color() == dots.get_color() == POLICY_COLORS["vllm"]
         assert points(curve) == [near(step) for step in zip(x, share, strict=True)]
         assert points(dots)[1] == near((p99, 0.01))
     assert tbt.lines[-1].get_xdata() == [0.5, 0.5] and tbt.get_xlim()[0] < 0.5  # the SLO, in view
-    assert tbt.get_title() == "dashed: SLO 0.5 s"
     assert [axis.get_xlim() for axis in lanes_of(figure)] == [(0, near(12))] * 2  # the same time
     assert [axis.get_title(loc="left") for axis in lanes_of(figure)] == ["vllm", "orca"]
 
@@ -207,17 +210,14 @@ def test_serving_shows_the_time_around_the_longest_gap_of_all(first, window, ids
     assert [labels(axis) for axis in lanes] == ids
 
 
-def test_serving_colours_gaps_by_their_length_and_puts_chunks_above_them(file):
-    completions = [*served(1.0, 2.0, 6.0), a_completion(8, 4, 0.0, "length", 6.0, [7.0])]
-    batches = {(0.5, 1): prefill(0, 4), (1, 2): decode(0), (5, 6): prefill(0, 6)}
-    batches[6, 7] = prefill(8, 4)
-    iterations = [an_iteration(start, end, [chunk]) for (start, end), chunk in batches.items()]
-    (lanes,) = lanes_of(plot_serving({"": History(completions, iterations)}, MACHINE, file, 3.0))
-    assert labels(lanes) == ["0", "8"]
-    assert spans_of(lanes)[:4] == [(0, 0.5, 0), (0, 6, 1), (1, 2, 0), (2, 6, 0)]  # waits, gaps
-    assert spans_of(lanes)[4:] == [(0.5, 1, 0), (5, 6, 0), (6, 7, 1)]
-    colors = colors_of(lanes)
-    assert colors == [WAITING, WAITING, colors[2], OVER, *[PREFILL] * 3] and colors[2] != OVER
+def test_a_preempted_request_has_its_new_prefill_in_the_gap_that_it_makes(file):
+    iterations = [an_iteration(0.5, 1, [prefill(0, 4)]), an_iteration(5, 6, [prefill(0, 6)])]
+    run = History(served(1.0, 2.0, 6.0), iterations)
+    (lanes,) = lanes_of(plot_serving({"": run}, MACHINE, file, 3.0, letters="A"))
+    waits, short, *rest = bars_of(lanes)
+    assert waits == (0, 0.5, 0, WAITING) and short[:3] == (1, 2, 0) and short[3] != OVER
+    assert rest == [(2, 6, 0, OVER), (0.5, 1, 0, PREFILL), (5, 6, 0, PREFILL)]
+    assert labels(lanes) == ["A"]
 
 
 CHUNK = an_iteration(1.0, 2.0, [prefill(0, 4)])
@@ -253,25 +253,17 @@ def test_capacity_draws_a_bar_and_its_number_and_a_point_for_each_rate(file):
     tried = [point(1, 0.4, 3.0), point(0.5, 0.2), point(2, 0.9, 9.0, met=False)]
     tried += [point(3, None, 5.0, met=False), point(4, 0.8, None, met=False)]
     twice = [point(1, 0.5, met=False), point(1, 0.2)]  # the lowest that failed is run again
-    failed = [point(2, 0.6, met=False), point(2, 0.7, met=False)]
     results = {
         "vllm": found(tried, Bounded(1)),
-        "orca": found(failed, Bounded(2, "below"), busy=True),
-        "sarathi-serve": found(twice + failed, Bounded(1.234, "at least")),
+        "orca": found(twice, Bounded(2, "below"), busy=True),
     }
     bars, tbt, delay = plot_capacity(results, MACHINE, file, slo_s=0.3).axes
-    assert [bar.get_width() for bar in bars.patches] == [1, 2, 1.234]
-    assert texts(bars) == ["1.00", "below 2.00", "at least 1.23"]
-    assert [bool(bar.get_hatch()) for bar in bars.patches] == [False, True, True]
-    assert labels(bars) == ["vllm", "orca (busy)", "sarathi-serve"]
-    assert [points(line) for line in tbt.lines[:6]] == [  # of each those that were met, and not
-        [(0.5, 0.2), (1, 0.4)],
-        [(2, 0.9), (4, 0.8)],
-        [],
-        [(2, 0.7)],
-        [(1, 0.2)],  # one for each rate: its last run
-        [(2, 0.7)],
-    ]
+    assert [bar.get_width() for bar in bars.patches] == [1, 2]
+    assert colors_of(bars.patches) == [POLICY_COLORS[name] for name in results]
+    assert labels(bars) == ["vllm", "orca (busy)"]
+    assert bars.get_title(loc="right") == "busy: other programs used the machine meanwhile"
+    curves = [points(line) for line in tbt.lines[:4]]  # of each those that were met, and not
+    assert curves == [[(0.5, 0.2), (1, 0.4)], [(2, 0.9), (4, 0.8)], [(1, 0.2)], []]
     met, missed = tbt.lines[:2]
     assert met.get_markerfacecolor() == missed.get_color() == POLICY_COLORS["vllm"]
     assert (missed.get_markerfacecolor(), missed.get_linestyle()) == ("white", "None")
@@ -287,23 +279,71 @@ def test_searches_that_found_little_are_drawn(tried, file):
     plot_capacity({"vllm": found(tried, Bounded(1))}, MACHINE, file, 0.2)
 
 
+GAINS = {
+    "chats, vllm": Beside(2.0, 2.1),
+    "papers, orca:256": Beside(Bounded(3.5, "at least"), 1.0),
+    "others": Beside(1.0, None),
+    "not run": Beside(None, 2.5),
+}
+
+
 def test_published_numbers_are_hollow_markers_beside_bars(file):
-    gains = {
-        "chats, vllm": Beside(2.0, 2.1),
-        "papers, orca:256": Beside(Bounded(3.5, "at least"), 1.0),
-        "others": Beside(1.0, None),
-        "not run": Beside(None, 2.5),
-    }
-    seconds = dict(zip(gains, [Beside(ours, None) for ours in (0.1, 9, 1, 2)], strict=True))
-    gain, time = plot_beside_published({"gain": gains, "s": seconds}, "T4", file).axes
-    assert [gain.get_title(), time.get_title()] == ["gain", "s"]
-    assert [bar.get_width() for bar in gain.patches] == [2.0, 3.5, 1.0, 0]
+    seconds = dict(zip(GAINS, [Beside(ours, None) for ours in (0.1, 9, 1, 2)], strict=True))
+    panels = {"gain": GAINS, "s": seconds, "again": seconds}
+    gain, time, *_, hidden = plot_beside_published(panels, "T4", file).axes
+    assert [gain.get_xlabel(), time.get_xlabel()] == ["gain", "s"] and not hidden.get_visible()
+    assert [bar.get_width() for bar in gain.patches] == [2.0, 3.5, 1.0]
     names = [POLICY_COLORS["vllm"], POLICY_COLORS["orca"], style.OURS]
-    assert colors_of(gain.patches)[:3] == names
-    assert [bool(bar.get_hatch()) for bar in gain.patches] == [False, True, False, False]
+    assert colors_of(gain.patches) == names
+    assert [bool(bar.get_hatch()) for bar in gain.patches] == [False, True, False]
     assert [points(line) for line in gain.lines] == [[(2.1, 0)], [(1.0, 1)], [(2.5, 3)]]
     assert {line.get_markerfacecolor() for line in gain.lines} == {"white"}
-    assert texts(gain) == ["2.00", "at least 3.50", "1.00"]
-    assert [text.xy[0] for text in gain.texts] == [2.1, 3.5, 1.0]  # beside the first marker
-    assert labels(gain) == list(gains)
-    assert (gain.get_xscale(), time.get_xscale()) == ("linear", "log") and not time.lines
+    assert texts(gain) == ["2.00 ◇2.10", "≥ 3.50 ◇1.00", "1.00", "◇2.50"]
+    assert labels(gain) == list(GAINS) and gain.get_ylim()[0] > gain.get_ylim()[1]
+    # on a log axis a bar has no length
+    assert time.get_xscale() == "log" and not time.patches
+    assert [points(line) for line in time.lines[:2]] == [[(0.1, 0)], [(9, 1)]]
+    first, second = plot_bars({"a": {"x": 3, "y": 1.5}, "b": {"x": 9, "y": 9}}, "", file).axes
+    assert texts(first) == ["3", "1.50"] and labels(first) == ["x", "y"]
+
+
+def test_panels_draw_lines_bars_and_lanes_with_the_papers_numbers(file):
+    few = Table("few", x="context", y="gain", lines={"vllm": {1: 2.0}, "orca": {1: None, 2: 3.0}})
+    many = Table("many", x="tokens", y="share", spec=".0%")
+    for x in range(1, 6):
+        many.add(x, {"vllm": 0.1 * x, "the paper's": None if x == 2 else 0.2})
+    stacked = Table(form="stacked", lines={"preproj": {1: 2.0, 2: 4.0}, "other": {1: 1.0, 2: 5.0}})
+    steps = Table(form="steps", lines={"here": {1: 1.0, 2: 9.0}, "the post's": {1: 2.0}})
+    marks = [[Mark("orca", 2, 2.5)], [Mark("vllm", 5, Bounded(0.4, "below"))], [], []]
+    figure = plot_panels([few, many, stacked, steps], "S", file, marks=marks, source="S: A6000")
+    bars, lines, stack, lanes = figure.axes
+    assert figure.get_suptitle() == "S\nhollow: published, S: A6000"
+    assert [(bar.get_width(), bar.get_y() > 0.5) for bar in bars.patches] == [(2, False), (3, True)]
+    assert labels(bars) == ["1", "2"] and texts(bars)[-1] == "3.00x ◇2.50x"
+    assert points(lines.lines[0]) == [(x, near(0.1 * x)) for x in range(1, 6)]
+    assert np.isnan(lines.lines[1].get_ydata()[1])  # a gap
+    assert points(lines.lines[-1]) == [(5, 0.4)] and lines.lines[-1].get_marker() == "v"
+    spans = [(bar.get_x(), bar.get_width()) for bar in stack.patches]
+    assert spans == [(0, 2), (2, 1), (0, 4), (4, 5)] and texts(stack) == ["3.00", "9.00"]
+    assert [(bar.get_x(), bar.get_width()) for bar in lanes.patches] == [(0, 1), (1, 9), (0, 2)]
+    assert colors_of(lanes.patches)[1:] == [OVER, "#ffffff"]  # the post's is hollow
+    assert texts(lanes) == ["longest 9.00", "longest 2.00"]
+    names = texts(figure.subfigs[0].legends[0])
+    assert names == ["vllm", "orca", "the paper's", "preproj", "other", "published"]
+
+
+def test_a_line_ends_at_the_last_tick_of_its_panel(file):
+    table = Table("", x="tokens", y="ms", log="x", ticks=(1, 128))
+    for tokens in (1, 64, 127, 128, 129, 1024):
+        table.add(tokens, {"iteration": float(tokens)})
+    (axis,) = plot_panels([table], "S-F7", file).axes
+    assert list(axis.lines[0].get_xdata()) == [1, 64, 127, 128] and axis.get_xscale() == "log"
+
+
+def test_one_colour_has_one_meaning():
+    names = ["sarathi:64", "sarathi:128", "orca", "ffn_ln1", "attention", "context 512", "x"]
+    colors = style.name_colors([*names, "ridge", "decode: attention"])
+    assert len({colors[name] for name in [*names, "ridge"]}) == len(names) + 1
+    assert colors["orca"] == style.POLICY_COLORS["orca"]
+    assert colors["decode: attention"] == colors["attention"]  # dashed
+    assert style.name_colors(["sarathi:128"]) == {"sarathi:128": style.POLICY_COLORS["sarathi"]}

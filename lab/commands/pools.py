@@ -271,22 +271,27 @@ def draw(
     links: Mapping[str, LinkRow],
 ) -> None:
     """Write the picture of --plot."""
-    from lab.pictures.pools import Goodputs, SecondToken, plot_pools
+    from lab.pictures.bars import plot_bars
 
-    plot_pools(
-        {name: Goodputs(row.chunks, row.pools) for name, row in targets.items()},
-        {name: Goodputs(row.chunks, row.pools) for name, row in ratios.items()},
-        {
-            link: SecondToken(row.at_end_s, row.layer_wise_s, row.alone_s)
-            for link, row in links.items()
-        },
-        {
-            "model": options.preset,
-            "dtype": "16 bits",
-            "device": f"simulated: {options.gpus} x {options.device}",
-        },
-        str(options.plot),
-    )
+    rows = {**targets, **{f"{name} tokens": row for name, row in ratios.items()}}
+    panels = {"chunks, per second and GPU": {name: row.chunks for name, row in rows.items()}}
+    for split in next(iter(rows.values())).pools:
+        panels[f"pools {split}"] = {name: row.pools[split] for name, row in rows.items()}
+    columns = len(panels)
+    seconds = {
+        "sent at the end": {link: row.at_end_s for link, row in links.items()},
+        "layer by layer": {link: row.layer_wise_s for link, row in links.items()},
+        "without a link": {link: row.alone_s for link, row in links.items()},
+    }
+    for name, values in seconds.items():
+        panels[f"ms to 2nd token,\n{name}"] = {link: 1e3 * s for link, s in values.items()}
+    machine = {
+        "model": options.preset,
+        "dtype": "16 bits",
+        "device": f"simulated: {options.gpus} x {options.device}",
+    }
+    title = f"Chunks or two pools: goodput, and what a link costs {LARGE_CACHE}"
+    plot_bars(panels, title, str(options.plot), machine, columns)
 
 
 def conclude(rows: Mapping[str, Row]) -> str:

@@ -1,38 +1,19 @@
 """Draw numbers as bars, a panel for each quantity: those of several policies, or ours with those of
 a paper beside them. Read first: style.py."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from cli.tables import show
 from lab.pictures import style
 
-
-def plot_bars(panels: Mapping[str, Mapping[str, float]], title: str, file: str | Path) -> Figure:
-    """Draw a panel for each of `panels`, {its title: {name: number}}, and write the picture to
-    `file`. All panels have the same names, which stand at the left. Shorter is not always better:
-    the titles say what a bar is."""
-    names = list(next(iter(panels.values())))
-    figure = style.new_figure(0.8 + 0.22 * len(names))
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axis, (quantity, numbers), color in zip(
-        axes, panels.items(), style.LINE_COLORS, strict=False
-    ):
-        bars = axis.barh(names, [numbers[name] for name in names], color=color, height=0.7)
-        labels = [_show(numbers[name]) for name in names]
-        axis.bar_label(bars, labels, padding=2, fontsize=8)
-        axis.margins(x=0.25)
-        axis.set_title(quantity)
-        axis.set_xticks([])
-        axis.spines[["top", "right", "bottom"]].set_visible(False)
-        axis.tick_params(left=False)
-    axes[0].invert_yaxis()
-    return style.finish(figure, title, file)
+MOST_NUMBERS = 24  # up to so many bars have their numbers on them
 
 
 class Beside(NamedTuple):
@@ -42,96 +23,120 @@ class Beside(NamedTuple):
     paper: float | None
 
 
-def height_of(numbers: Mapping[str, Beside]) -> float:
-    """The inches that `draw_beside_published` needs for a panel."""
-    return 0.9 + 0.24 * len(numbers)
+Panels = Mapping[str, Mapping[str, Beside]]  # {label of the axis: {name of the row: numbers}}
 
 
-def draw_beside_published(
-    figure: FigureBase, panels: Mapping[str, Mapping[str, Beside]], ours: str = "here"
-) -> None:
-    """Draw our numbers as bars and a paper's hollow on them, a panel below another for each of
-    `panels`, {its unit: {name: Beside}}. The legend calls ours so."""
-    heights = [height_of(numbers) for numbers in panels.values()]
-    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axis, (unit, numbers) in zip(axes, panels.items(), strict=True):
-        _draw_beside_published(axis, numbers, room=0.07)
-        axis.invert_yaxis()
-        axis.set_xlabel(unit)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(axis="y", length=0)
-    _add_legend(figure, ours)
+def plot_bars(
+    panels: Mapping[str, Mapping[str, float]],
+    title: str,
+    file: str | Path,
+    machine: Mapping[str, object] | None = None,
+    columns: int = 0,
+) -> Figure:
+    """Draw a panel for each of `panels`, {its quantity: {name: number}}, and write the picture to
+    `file`. Shorter is not always better: the quantities say what a bar is. There are so many
+    columns, or one for each panel; the panels of a row have the same names."""
+    ours = {
+        quantity: {name: Beside(number, None) for name, number in numbers.items()}
+        for quantity, numbers in panels.items()
+    }
+    columns = columns or len(panels)
+    figure = style.new_figure(0.4 + sum(heights_of(ours, columns)))
+    draw_beside_published(figure, ours, "", columns)
+    return style.finish(figure, title, file, machine)
 
 
 def plot_beside_published(
-    panels: Mapping[str, Mapping[str, Beside]],
+    panels: Panels,
     title: str,
     file: str | Path,
     machine: Mapping[str, object] | None = None,
     ours: str = "simulated",
 ) -> Figure:
     """Draw our numbers as bars, and a paper's as hollow diamonds on them, and write the picture to
-    `file`.
-
-    There is a panel for each of `panels`, {its title: {name: Beside}}. All have the same names,
-    which stand at the left. The bar of a name that ends with a policy has the policy's colour. A
-    bound, such as "at least 1.2", is hatched."""
-    names = list(next(iter(panels.values())))
-    figure = style.new_figure(1.3 + 0.26 * len(names))
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axis, (quantity, numbers) in zip(axes, panels.items(), strict=True):
-        _draw_beside_published(axis, numbers)
-        axis.set_title(quantity)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(axis="y", length=0)
-    axes[0].invert_yaxis()
-    _add_legend(figure, ours)
+    `file`. All panels have the same names, which stand at the left."""
+    columns = min(2, len(panels))
+    figure = style.new_figure(0.9 + sum(heights_of(panels, columns)))
+    draw_beside_published(figure, panels, ours, columns)
     return style.finish(figure, title, file, machine)
 
 
-def _add_legend(figure: FigureBase, ours: str) -> None:
-    handles = [
-        Patch(color=style.OURS, label=ours),
-        Line2D([], [], label="published", **style.PUBLISHED),
-    ]
-    figure.legend(handles=handles, ncols=2, **style.LEGEND_BELOW)
+def heights_of(panels: Panels, columns: int = 1) -> list[float]:
+    """The inches that each row of panels needs."""
+    return [0.6 + 0.24 * len(numbers) for numbers in list(panels.values())[::columns]]
 
 
-def _draw_beside_published(axis: Axes, numbers: Mapping[str, Beside], room: float = 0.25) -> None:
-    """Draw one panel. A number beside a bar takes `room`, a share of its width."""
-    values = [value for pair in numbers.values() for value in pair if value]
+def draw_beside_published(
+    figure: FigureBase, panels: Panels, ours: str = "here", columns: int = 1
+) -> None:
+    """Draw the panels in so many columns. The legend calls our numbers `ours`; "": no legend."""
+    heights = heights_of(panels, columns)
+    axes = figure.subplots(
+        len(heights), columns, sharey="row", squeeze=False, height_ratios=heights
+    )
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (quantity, numbers) in zip(axes.flat, panels.items(), strict=False):
+        lines = {"": {name: pair.ours for name, pair in numbers.items()}}
+        published = {("", name): pair.paper for name, pair in numbers.items() if pair.paper}
+        draw_bars(axis, lines, published, lambda _, name: color_of(name))
+        axis.set_xlabel(quantity)
+    if ours:
+        handles = [Patch(color=style.OURS), Line2D([], [], **style.PUBLISHED)]
+        figure.legend(handles, [ours, "published"], ncols=2, **style.LEGEND_BELOW)
+
+
+def color_of(name: str) -> str:
+    """The colour of the policy with which a name ends: "chats, sarathi:256"."""
+    return style.POLICY_COLORS.get(name.split(", ")[-1].split(":")[0], style.OURS)
+
+
+def draw_bars(
+    axis: Axes,
+    lines: Mapping[str, Mapping[Any, float | None]],
+    published: Mapping[tuple[str, Any], float],
+    color_of: Callable[[str, Any], str],
+    spec: str = "",
+) -> None:
+    """Draw a row for each x of `lines`, {name: {x: number}}, with a bar for each name, and the
+    numbers at the end: ours, and that of `published`, {(name, x): number}.
+
+    A bound is hatched. On a log axis, where no bar has a length, ours are dots."""
+    xs = list(dict.fromkeys(x for line in lines.values() for x in line))
+    values = [y for line in lines.values() for y in line.values() if y] + [*published.values()]
     if max(values, default=0) > style.LOG_FROM * min(values, default=1):
         axis.set_xscale("log")
-        axis.set_xlim(min(values) / 2, 3 * max(values))
         axis.xaxis.set_major_formatter(style.PLAIN)
-    else:
-        axis.set_xlim(0, 1.25 * max(values, default=1))
-    for row, (name, pair) in enumerate(numbers.items()):
-        policy = name.split(", ")[-1].split(":")[0]
-        color = style.POLICY_COLORS.get(policy, style.OURS)
-        is_bound = bool(getattr(pair.ours, "bound", ""))
-        (bar,) = axis.barh([row], [pair.ours or 0], height=0.7, color=color)
-        if is_bound:
-            bar.set(hatch="////", edgecolor="white")
-        if pair.ours is not None:
-            end = pair.ours
-            offset = 2
-            width = axis.get_xlim()[1]
-            if pair.paper is not None and -0.05 * width < pair.paper - pair.ours < room * width:
-                end = max(pair.ours, pair.paper)  # the marker would cover the number
-                offset = 7
-            axis.annotate(
-                style.three_digits(pair.ours),
-                (end, row),
-                (offset, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8,
-            )
-        if pair.paper is not None:
-            axis.plot([pair.paper], [row], **style.published_marker(pair.paper))
-    axis.set_yticks(range(len(numbers)), list(numbers))
-
-
-def _show(number: float) -> str:
-    return f"{number:,}" if isinstance(number, int) else style.three_digits(number)
+    height = 0.8 / len(lines)
+    for number, (name, line) in enumerate(lines.items()):
+        for x, y in line.items():
+            row = xs.index(x) + (number - (len(lines) - 1) / 2) * height
+            look: dict[str, Any] = {"color": color_of(name, x), "label": name}
+            texts: list[str] = []
+            if y is not None:
+                texts.append(style.short(y, spec))
+            if y is not None and axis.get_xscale() == "log":
+                axis.plot([y], [row], "o", **look)
+            elif y is not None:
+                hatch = "////" if style.bound_of(y) else ""
+                axis.barh([row], [y], 0.9 * height, **look, hatch=hatch, edgecolor="white")
+            paper = published.get((name, x))
+            if paper is not None:
+                texts.append(f"◇{style.short(paper, spec)}")
+                look = style.published_marker(paper)
+                axis.plot([paper], [row], **look, zorder=5)
+            if len(xs) * len(lines) <= MOST_NUMBERS:
+                axis.text(
+                    1,  # the right end of the panel, where no bar is
+                    row,
+                    " ".join(texts),
+                    transform=axis.get_yaxis_transform(),
+                    ha="right",
+                    va="center",
+                    fontsize=8,
+                )
+    axis.margins(x=0.4)
+    axis.set_yticks(range(len(xs)), [show(x, ",") for x in xs])
+    axis.set_ylim(len(xs) - 0.4, -0.6)
+    axis.tick_params(axis="y", length=0)
+    style.bare(axis)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from string import ascii_uppercase
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,33 +14,23 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
 from lab.pictures import style
-from lab.pictures.style import DECODE, HYBRID, PREFILL, duration
 from policies.micro_batches import StageRun
 
-LEGEND = {PREFILL: "prefill only", HYBRID: "hybrid: prefill and decodes", DECODE: "decodes only"}
+LEGEND = {
+    style.PREFILL: "prefill only",
+    style.HYBRID: "hybrid: prefill and decodes",
+    style.DECODE: "decodes only",
+}
 BOX_HEIGHT = 0.64  # as a share of the lane's
-MAX_LABELS = 6  # in a box: one for each chunk
 LANE_WIDTH = 7.8  # inches
 LANE_HEIGHT = 0.8  # inches
-LABEL_WIDTH = 0.145  # inches, of a label such as A_p
-LABEL_SPACE = 0.04  # inches between two labels
+LETTER_WIDTH = 0.085  # inches
 EXPLANATION = """\
-$A_p$: a prefill chunk of request A, $A_d$: a decode of A. Bubbles, by what is before and after:
-PB1: prefills of different length; PB2: a prefill and decodes; PB3: decodes of different context"""
-
-
-class LabelPlace(NamedTuple):
-    """The place of a bubble's label, another one for each kind, so that labels do not collide."""
-
-    share_after: float  # of the bubble that comes after the place
-    alignment: str  # of the text, there
-
-
-LABEL_PLACES = {
-    "PB1": LabelPlace(0, "right"),
-    "PB2": LabelPlace(1, "left"),
-    "PB3": LabelPlace(0.5, "center"),
-}
+$A_p$: a prefill chunk of request A, $BC_d$: decodes of B and C. Bubbles: PB1 between prefills of
+different length, PB2 between a prefill and decodes, PB3 between decodes of different context"""
+# where the longest bubble of a kind is named, so that names do not collide: the share of the bubble
+# after the place, and how the text lies there
+PLACES = {"PB1": (0, "right"), "PB2": (1, "left"), "PB3": (0.5, "center")}
 Bubbles = Sequence[tuple[StageRun, str]]  # what lab.simulator.simulation.bubble_kinds returns
 
 
@@ -65,10 +55,10 @@ def plot_pipeline(
         for run in runs:
             _draw_batch(axis, run, width=LANE_WIDTH * (run.end - run.start) / end)
         last_end = max(run.end for run in runs)
-        heading = f"{end_label} {duration(last_end)}; bubbles of all stages"
-        for kind in LABEL_PLACES:
+        heading = f"{end_label} {style.duration(last_end)}; bubbles of all stages"
+        for kind in PLACES:
             waits = [run for run, bubble_kind in bubbles[name] if bubble_kind == kind]
-            heading += f", {kind} {duration(sum(run.bubble for run in waits))}"
+            heading += f", {kind} {style.duration(sum(run.bubble for run in waits))}"
             if waits:
                 _label_longest_bubble(axis, kind, waits)
         axis.set_title(name, **style.BOLD)
@@ -76,7 +66,7 @@ def plot_pipeline(
         axis.set(xlim=(0, end), ylim=(stages - 0.5, -0.62))
         axis.set_yticks(range(stages), [f"stage {stage + 1}" for stage in range(stages)])
         axis.tick_params(axis="y", length=0)
-        axis.spines[["top", "right", "left"]].set_visible(False)
+        style.bare(axis, "left")
     axes[-1].set_xlabel("time in s")
     handles = [Patch(color=color, label=label) for color, label in LEGEND.items()]
     handles.append(Patch(**style.BUBBLE, label="bubble: the stage waits"))
@@ -87,37 +77,32 @@ def plot_pipeline(
 def _draw_batch(axis: Axes, run: StageRun, width: float) -> None:
     """Draw the box of a batch on a stage, `width` inches wide, and its bubble.
 
-    The box names the chunks of the batch if there is room for them."""
-    decodes = sum(is_decode for *_, is_decode in run.chunks)
-    color = style.batch_color(len(run.chunks) - decodes, decodes)
+    If there is room for their letters, the box names the requests that decode, and below them
+    those with a prefill chunk."""
+    decodes = [chunk.request_id for chunk in run.chunks if chunk.is_decode]
+    prefills = [chunk.request_id for chunk in run.chunks if not chunk.is_decode]
+    color = style.batch_color(len(prefills), len(decodes))
     seconds = run.end - run.start
     axis.barh(run.stage, seconds, BOX_HEIGHT, run.start, color=color, edgecolor="white", lw=0.4)
     if run.bubble:
         bubble_start = run.start - run.bubble
         axis.barh(run.stage, run.bubble, BOX_HEIGHT, bubble_start, lw=0.5, **style.BUBBLE)
-    if width < LABEL_WIDTH or len(run.chunks) > MAX_LABELS:
-        return
-    labels = [_label(request_id, is_decode) for request_id, *_, is_decode in run.chunks]
-    width_in_a_row = (LABEL_WIDTH + LABEL_SPACE) * len(labels) - LABEL_SPACE
-    separator = " " if width_in_a_row <= width else "\n"
+    lines = []
+    for ids, kind in ((decodes, "d"), (prefills, "p")):
+        letters = "".join(ascii_uppercase[i] for i in ids if i < len(ascii_uppercase))
+        if len(letters) < len(ids) or (len(letters) + 1) * LETTER_WIDTH > width:
+            return  # there is no letter for one, or no room for all
+        if letters:
+            lines.append(f"${letters}_{kind}$")
     axis.text(
         run.start + seconds / 2,
         run.stage,
-        separator.join(labels),
+        "\n".join(lines),
         ha="center",
         va="center",
-        fontsize=7,
-        linespacing=1.05,
-        color="k" if color == HYBRID else "w",
+        fontsize=8,
+        color="k" if color == style.HYBRID else "w",
     )
-
-
-def _label(request_id: int, is_decode: bool) -> str:
-    """A chunk's label in TeX: A_p for a prefill of request 0, B_d for a decode of request 1.
-
-    Requests after the 26th have no letter."""
-    letter = ascii_uppercase[request_id : request_id + 1]
-    return f"${letter}_{'d' if is_decode else 'p'}$"
 
 
 def _label_longest_bubble(axis: Axes, kind: str, waits: Sequence[StageRun]) -> None:
@@ -125,12 +110,12 @@ def _label_longest_bubble(axis: Axes, kind: str, waits: Sequence[StageRun]) -> N
 
     Of those that are equal to the microsecond, the last has the label."""
     longest = max(reversed(waits), key=lambda run: round(run.bubble, 6))
-    place = LABEL_PLACES[kind]
+    share_after, alignment = PLACES[kind]
     axis.text(
-        longest.start - place.share_after * longest.bubble,
+        longest.start - share_after * longest.bubble,
         longest.stage - BOX_HEIGHT / 2 - 0.04,
-        f"{kind} {duration(longest.bubble)}",
-        ha=place.alignment,
+        f"{kind} {style.duration(longest.bubble)}",
+        ha=alignment,
     )
 
 
@@ -153,16 +138,15 @@ def plot_bubbles(runs: Mapping[str, OfflineRun], title: str, file: str | Path) -
     policy_of = {name: name.split(",")[0] for name in runs}
     colors = style.policy_colors(policy_of.values())
     for name, run in runs.items():
-        color = colors[policy_of[name]]
-        median_label = f"{name}: median {duration(median(run.bubbles))}"
-        left.ecdf(run.bubbles, label=median_label, color=color, lw=1.8)
-        count_label = f"{name}: {len(run.ends):,} in {duration(max(run.ends))}"
-        right.ecdf(run.ends, label=count_label, color=color, lw=1.8)
+        look: Any = {"color": colors[policy_of[name]], "lw": 1.8}
+        middle = style.duration(median(run.bubbles))
+        end = style.duration(max(run.ends))
+        left.ecdf(run.bubbles, label=f"{name}: median {middle}", **look)
+        right.ecdf(run.ends, label=f"{name}: {len(run.ends):,} in {end}", **look)
     left.set_xscale("symlog", linthresh=0.1)
     left.set(xlabel="bubble time of a request in s")
     left.set_ylabel("share of the requests, at most that long")
-    right.set(xlabel="time in s", xlim=(0, None))
-    right.set_ylabel("share of the requests, completed")
+    right.set(xlabel="time in s", xlim=(0, None), ylabel="share of the requests, completed")
     for axis in (left, right):
         axis.grid()
         axis.xaxis.set_major_formatter(style.PLAIN)

@@ -6,13 +6,14 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
+from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from cli.tables import show
 from policies.cards import CARDS
 from runtime.files import new_file
 
@@ -35,21 +36,13 @@ HYBRID = "#a6d8d6"  # a batch of prefill and decodes
 DECODE = "#2aa98a"
 OVER = "#b5201c"  # a gap between tokens that exceeds its limit
 WAITING = "#d0d0d0"
-# gaps between tokens: from short to the limit, and above it
-GAPS = LinearSegmentedColormap.from_list("gaps", [DECODE, "#f2d53c"]).with_extremes(over=OVER)
+# gaps between tokens: from short to the limit, and above it; a gap of 0 s is "bad" on a log scale
+GAPS = LinearSegmentedColormap.from_list("gaps", [DECODE, "#f2d53c"]).with_extremes(
+    bad=DECODE, over=OVER
+)
 
 POLICY_COLORS = {name: card.color for name, card in CARDS.items()}
 OTHER_COLORS = ["#b3b36b", "#4c004c", "#000099", "#066b62"]  # of policies that are not in there
-LINE_COLORS = [  # of lines that are no policies
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#7a7a7a",
-    "#000000",
-]
 OPERATION_COLORS = {  # the linear layers are blue and green, attention is orange
     "preproj": "#2f5d9b",
     "postproj": "#6f9bd1",
@@ -77,6 +70,7 @@ KIND_COLORS = {  # of batches
     "static": POLICY_COLORS["request-level"],
     "continuous": POLICY_COLORS["orca"],
 }
+COLORS = POLICY_COLORS | OPERATION_COLORS | KIND_COLORS
 LIMITS = {"ridge": "--", "strict SLO": "--", "relaxed SLO": "-."}  # lines that others are held to
 OURS = "#93a4bd"  # bars of numbers that are no policy's, beside those of a paper
 
@@ -102,7 +96,7 @@ BOUND: dict[str, dict[str, Any]] = {  # a number that is known to be as large, o
     "at least": {"marker": "^", "ms": 9},
     "below": {"marker": "v", "ms": 9},
 }
-ARROWS = {"at least": "≥ ", "below": "< "}
+ARROWS = {"at least": "≥", "below": "<"}
 LOG_FROM = 50  # times as large as the smallest number of a panel of bars is the largest
 PLAIN = "{x:g}"  # ticks: 0.01 and 10 on a log scale, instead of powers
 
@@ -126,41 +120,27 @@ def name_colors(names: Sequence[str]) -> dict[str, str]:
     A policy, an operation or a kind of batch has its own; several settings of one, such as
     sarathi:64 and sarathi:128, are shades of it. Other names, such as contexts, are steps of a
     scale, from dark to light; a paper's numbers and limits are black."""
-    meanings = POLICY_COLORS | OPERATION_COLORS | KIND_COLORS
-    shades: dict[str, list[str]] = {}
-    others: list[str] = []
     colors: dict[str, str] = {}
+    settings: dict[str, list[str]] = {}  # by the colour that they are shades of; "" for none
     for name in names:
-        base = _subject(name)
+        kind, _, operation = name.partition(": ")
         if name in LIMITS or is_published(name):
             colors[name] = "#222222"
-        elif base in meanings:
-            shades.setdefault(meanings[base], []).append(name)
+        elif kind in ("prefill", "decode") and operation in COLORS:  # line_look tells them apart
+            colors[name] = COLORS[operation]
         else:
-            others.append(name)
-    for color, alike in shades.items():
-        for number, name in enumerate(alike):
-            step = number / (len(alike) - 1) if len(alike) > 1 else 0.5
-            colors[name] = _shade(color, step - 0.5)
-    for number, name in enumerate(others):
-        colors[name] = to_hex(colormaps["viridis"](0.85 * number / max(1, len(others) - 1)))
+            color = COLORS.get(re.split("[:,]", name)[0], "")
+            settings.setdefault(color, []).append(name)
+    for color, alike in settings.items():
+        if color:
+            stops = ["black", color, "white"]
+            scale = LinearSegmentedColormap.from_list("shades", stops, N=257)  # one in the middle
+            places = np.linspace(0.25, 0.75, len(alike)) if len(alike) > 1 else [0.5]
+        else:
+            scale = colormaps["viridis"]
+            places = np.linspace(0, 0.85, len(alike))
+        colors |= {name: to_hex(scale(place)) for name, place in zip(alike, places, strict=True)}
     return colors
-
-
-def _subject(name: str) -> str:
-    """The policy, the operation or the kind of batch in the name of a line."""
-    kind, separator, operation = name.partition(": ")
-    if separator and kind in ("prefill", "decode"):
-        return operation
-    return re.split(r"[:,]", name)[0]
-
-
-def _shade(color: str, lightness: float) -> str:
-    """A colour that is mixed with so much white, or black if `lightness` is below 0."""
-    target = 1.0 if lightness > 0 else 0.0
-    share = abs(lightness)
-    red, green, blue = [(1 - share) * part + share * target for part in to_rgb(color)]
-    return to_hex((red, green, blue))
 
 
 def is_published(name: str) -> bool:
@@ -173,7 +153,7 @@ def line_look(name: str) -> dict[str, Any]:
     if name in LIMITS:
         return {"ls": LIMITS[name]}
     if is_published(name):
-        return {"ls": ":", "marker": PUBLISHED["marker"], "ms": 6, "mfc": "white", "mew": 1.2}
+        return PUBLISHED | {"ls": ":"}
     if name.startswith("decode: "):
         return {"ls": "--", "marker": "s", "ms": 4}
     return {"marker": "o", "ms": 4}
@@ -182,14 +162,27 @@ def line_look(name: str) -> dict[str, Any]:
 def published_marker(number: float, color: str = "black") -> dict[str, Any]:
     """The keyword arguments of a paper's number: hollow, with an edge of that colour. A bound is an
     arrow."""
-    return PUBLISHED | BOUND.get(getattr(number, "bound", ""), {}) | {"mec": color}
+    return PUBLISHED | BOUND.get(bound_of(number), {}) | {"mec": color}
+
+
+def bound_of(number: float | None) -> str:
+    """The word of a lab.measure.capacity.Bounded, "at least" or "below"; "" of other numbers."""
+    return getattr(number, "bound", "")
+
+
+def short(number: float, spec: str = "") -> str:
+    """A number beside its bar, with three digits or in the format `spec`: "≥ 3.50" of a bound."""
+    bound = bound_of(number)
+    if bound:
+        return f"{ARROWS[bound]} {short(float(number), spec)}"
+    return show(number, spec) if spec else three_digits(number)
 
 
 def three_digits(value: float | None) -> str:
-    """0.500 or 12.3 or 1,234 as text; "none" for None."""
+    """0.500 or 12.3 or 1,234 as text; "none" for None. What is counted is written in full."""
     if value is None:
         return "none"
-    if 0 < value < 999.5:
+    if 0 < value < 999.5 and not isinstance(value, int):
         return f"{value:#.3g}".rstrip(".")
     return f"{value:,.0f}"
 
@@ -206,20 +199,21 @@ def log_scale(axes: str, panel: Axes) -> None:
 
     An axis whose data does not reach above 0 stays linear."""
     panel.grid(True)
-    if "x" in axes and panel.dataLim.x1 > 0:
-        panel.set_xscale("log")
-        _set_plain_ticks(panel.xaxis)
-    if "y" in axes and panel.dataLim.y1 > 0:
-        panel.set_yscale("log")
-        _set_plain_ticks(panel.yaxis)
+    for name, end, axis, set_scale in (
+        ("x", panel.dataLim.x1, panel.xaxis, panel.set_xscale),
+        ("y", panel.dataLim.y1, panel.yaxis, panel.set_yscale),
+    ):
+        if name in axes and end > 0:
+            set_scale("log")
+            low, high = axis.get_view_interval()
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+            axis.set_major_formatter(PLAIN)
+            axis.set_minor_formatter(NullFormatter())
 
 
-def _set_plain_ticks(axis: Axis) -> None:
-    low, high = axis.get_view_interval()
-    digits = (1, 2, 5) if high < 100 * low else (1,)
-    axis.set_major_locator(LogLocator(subs=digits))
-    axis.set_major_formatter(PLAIN)
-    axis.set_minor_formatter(NullFormatter())
+def bare(panel: Axes, *sides: str) -> None:
+    """Leave out the frame of a panel at the top, at the right, and on `sides`."""
+    panel.spines[["top", "right", *sides]].set_visible(False)
 
 
 def new_figure(height: float) -> Figure:

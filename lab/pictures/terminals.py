@@ -82,14 +82,17 @@ class Terminal:
         """When the last word was there."""
         return max(answer.words[-1].time_s for answer in self.answers)
 
-    def longest_gap(self) -> tuple[float, float]:
-        """From when to when an answer stood still for longest."""
-        gaps = [
+    def gaps(self) -> list[tuple[float, float]]:
+        """From when to when each answer stood still between two words."""
+        return [
             (before.time_s, after.time_s)
             for answer in self.answers
             for before, after in pairwise(answer.words)
         ]
-        return max(gaps, key=lambda gap: gap[1] - gap[0])
+
+    def longest_gap(self) -> tuple[float, float]:
+        """From when to when an answer stood still for longest."""
+        return max(self.gaps(), key=lambda gap: gap[1] - gap[0])
 
     def freeze(self) -> str:
         """The length of that, in words."""
@@ -98,13 +101,9 @@ class Terminal:
 
     def stall_limit_s(self) -> float:
         """Longer gaps are stalls: ten times the usual gap before the prompt arrived."""
-        gaps = [
-            after.time_s - before.time_s
-            for answer in self.answers
-            for before, after in pairwise(answer.words)
-            if after.time_s <= self.late.arrival_s
-        ]
-        return STALL * median(gaps)
+        return STALL * median(
+            end - start for start, end in self.gaps() if end <= self.late.arrival_s
+        )
 
 
 class Clock:

@@ -5,29 +5,26 @@ Figure 1b, `plot_capacity` capacities as in Figures 10 to 12. A lane has a bar f
 chunk and, from token to token, one coloured by the time between them: a generation stall is a long
 red bar. Read first: style.py, engine.py. Next: pipelines.py."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.collections import PolyCollection
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.patches import Patch
 
 from lab.measure.metrics import MAX_DELAY_S
 from lab.pictures import style
-from lab.pictures.style import DECODE, GAPS, HYBRID, PREFILL
+from lab.pictures.bars import draw_bars
 from policies.observers import Iteration
 from request import Completion
 
-LANE_COLORS = {"prefill": PREFILL, "waiting": style.WAITING}
-BATCH_COLORS = {"hybrid batch": HYBRID, "decodes only": DECODE}  # a prefill's is in LANE_COLORS
+LANE_COLORS = {"prefill": style.PREFILL, "waiting": style.WAITING}
+BATCH_COLORS = {"hybrid batch": style.HYBRID, "decodes only": style.DECODE}
 FEW_LANES = 40  # up to here there is room for white between lanes
 
 
@@ -53,23 +50,6 @@ class Bar(NamedTuple):
     kind: str
 
 
-@dataclass(frozen=True)
-class GapScale:
-    """The colours of gaps: red above the limit, then yellow, and green from a tenth of it down."""
-
-    limit_s: float
-    limit_name: str
-
-    @cached_property
-    def norm(self) -> LogNorm:
-        """The seconds of a gap as a place on the scale, from 0 to 1."""
-        return LogNorm(self.limit_s / 10, self.limit_s)
-
-    def color(self, seconds: float) -> tuple[float, float, float, float]:
-        """The colour of a gap of this length."""
-        return GAPS(self.norm(max(seconds, self.limit_s / 10)))
-
-
 # ---- Lanes --------------------------------------------------------------------------------------
 
 
@@ -85,8 +65,8 @@ def plot_timelines(
     between tokens of more than `anchor_s`, the time of ten decode iterations, is red."""
     figure = style.new_figure(1.85 * len(runs) + 1.1)
     axes = figure.subplots(2 * len(runs), 1, sharex=True, height_ratios=[2, 1] * len(runs))
-    scale = GapScale(anchor_s, "10 decode iterations")
-    draw_runs(figure, axes, axes[::2], runs, scale, extra_legend=BATCH_COLORS)
+    legend = LANE_COLORS | BATCH_COLORS
+    draw_runs(figure, axes, axes[::2], runs, anchor_s, "10 decode iterations", legend)
     for run, axis in zip(runs.values(), axes[1::2], strict=True):
         draw_batches(axis, run.iterations)
     axes[-1].set_xlabel("time in s (each policy on its own clock)")
@@ -105,19 +85,17 @@ def draw_batches(axis: Axes, iterations: Sequence[Iteration]) -> None:
     highest = max(heights, default=1)
     axis.set(ylim=(-0.02 * highest, 1.1 * highest), ylabel="tokens")
     axis.set_yticks([0, highest], ["0", f"{highest:,}"])
-    axis.spines[["top", "right", "bottom"]].set_visible(False)
+    style.bare(axis, "bottom")
 
 
 def lane_bars(completions: Iterable[Completion], iterations: Iterable[Iteration]) -> list[Bar]:
     """The bars of all lanes, in the order in which they are drawn: waiting, gaps, prefills."""
-    waiting = []
-    gaps = []
-    for completion in completions:
-        request_id = completion.request_id
-        if completion.scheduled is not None and completion.scheduled > completion.arrival:
-            waiting.append(Bar(request_id, completion.arrival, completion.scheduled, "waiting"))
-        for start, end in pairwise(completion.token_times):
-            gaps.append(Bar(request_id, start, end, "gap"))
+    waiting: list[Bar] = []
+    gaps: list[Bar] = []
+    for each in completions:
+        if each.scheduled is not None and each.scheduled > each.arrival:
+            waiting.append(Bar(each.request_id, each.arrival, each.scheduled, "waiting"))
+        gaps += [Bar(each.request_id, *gap, "gap") for gap in pairwise(each.token_times)]
     prefills = [
         Bar(request_id, iteration.start, iteration.end, "prefill")
         for iteration in iterations
@@ -132,36 +110,19 @@ def draw_runs(
     axes: Sequence[Axes],
     lanes: Sequence[Axes],
     runs: Mapping[str, RecordedRun],
-    scale: GapScale,
-    *,
-    extra_legend: Mapping[str, str] | None = None,
+    limit_s: float,
+    limit_name: str,
+    legend: Mapping[str, str],
     window: tuple[float, float] | None = None,
 ) -> None:
     """Draw the requests of each run in one of `lanes`, which are some of the `axes`.
 
-    `window` is the part to show, in seconds, by default all of it. Above the axes a scale says how
-    long a gap of a colour is, and a legend what other colours mean: those of lanes, and those of
-    `extra_legend`, {text: colour}."""
-    bars_of = {name: lane_bars(run.completions, run.iterations) for name, run in runs.items()}
-    legend = {**LANE_COLORS, **(extra_legend or {})}
-    draw_gap_scale(figure, axes, scale, legend)
-    end = max((bar.end for bars in bars_of.values() for bar in bars), default=1)
-    axes[0].set_xlim(window or (0, 1.02 * end))
-    colors = style.policy_colors(runs)
-    for axis, (name, bars) in zip(lanes, bars_of.items(), strict=True):
-        draw_lanes(axis, bars, scale)
-        axis.set_title(name, **style.BOLD, color=colors[name])
-
-
-def draw_gap_scale(
-    figure: FigureBase,
-    axes: Sequence[Axes],
-    scale: GapScale,
-    legend: Mapping[str, str],
-) -> None:
-    """Draw the scale of the gaps' colours above the `axes`, and the legend beside it."""
-    bar = figure.colorbar(
-        ScalarMappable(scale.norm, GAPS),
+    Gaps are green up to a tenth of the limit, then yellow, and red above it. `window` is the part
+    to show, in seconds, by default all of it. Above the axes a scale says how long a gap of a
+    colour is, and the legend, {text: colour}, what other colours mean."""
+    norm = LogNorm(limit_s / 10, limit_s)
+    scale = figure.colorbar(
+        ScalarMappable(norm, style.GAPS),
         ax=axes,
         location="top",
         extend="max",
@@ -170,15 +131,23 @@ def draw_gap_scale(
         aspect=32,
         pad=0.01,
     )
-    bar.minorticks_off()
-    ticks = [share * scale.limit_s for share in (0.1, 0.2, 0.5, 1)]
-    bar.set_ticks(ticks, labels=[style.three_digits(tick) for tick in ticks])
-    bar.set_label(f"time between tokens in s; red: more than {scale.limit_name}")
+    scale.minorticks_off()
+    ticks = [share * limit_s for share in (0.1, 0.2, 0.5, 1)]
+    scale.set_ticks(ticks, labels=[style.three_digits(tick) for tick in ticks])
+    scale.set_label(f"time between tokens in s; red: more than {limit_name}")
     handles = [Patch(color=color, label=text) for text, color in legend.items()]
-    bar.ax.legend(handles=handles, loc="center right", bbox_to_anchor=(-0.03, 1.5))
+    scale.ax.legend(handles=handles, loc="center right", bbox_to_anchor=(-0.03, 1.5))
+
+    bars_of = {name: lane_bars(run.completions, run.iterations) for name, run in runs.items()}
+    end = max((bar.end for bars in bars_of.values() for bar in bars), default=1)
+    axes[0].set_xlim(window or (0, 1.02 * end))
+    colors = style.policy_colors(runs)
+    for axis, (name, bars) in zip(lanes, bars_of.items(), strict=True):
+        draw_lanes(axis, bars, norm)
+        axis.set_title(name, **style.BOLD, color=colors[name])
 
 
-def draw_lanes(axis: Axes, bars: Sequence[Bar], scale: GapScale) -> None:
+def draw_lanes(axis: Axes, bars: Sequence[Bar], norm: LogNorm) -> None:
     """Draw a lane for each request, the first on top, and say how long the longest gap is.
 
     A request that only waits while `axis` shows it has no lane. The longest gap is that of all
@@ -186,31 +155,24 @@ def draw_lanes(axis: Axes, bars: Sequence[Bar], scale: GapScale) -> None:
     left, right = axis.get_xlim()
     visible = [bar for bar in bars if bar.start < right and bar.end > left]
     ids = sorted({bar.request_id for bar in visible if bar.kind != "waiting"})
-    lane_of = {request_id: lane for lane, request_id in enumerate(ids)}
     few = len(ids) <= FEW_LANES
-    half_height = 0.42 if few else 0.5
-    corners = []
-    colors = []
-    edge_widths = []
+    lanes: dict[int, list[Bar]] = {request_id: [] for request_id in ids}
     for bar in visible:
-        if bar.request_id not in lane_of:
-            continue
-        low = lane_of[bar.request_id] - half_height
-        high = lane_of[bar.request_id] + half_height
-        corners.append([(bar.start, low), (bar.end, low), (bar.end, high), (bar.start, high)])
-        seconds = bar.end - bar.start
-        color = scale.color(seconds) if bar.kind == "gap" else LANE_COLORS[bar.kind]
-        colors.append(color)
-        wide = seconds > (right - left) / 200
-        edge_widths.append(0.3 if few and wide else 0)
-    rectangles = PolyCollection(
-        corners,
-        facecolors=colors,
-        edgecolors="white",
-        linewidths=edge_widths,
-        antialiased=few,
-    )
-    axis.add_collection(rectangles)
+        if bar.request_id in lanes:
+            lanes[bar.request_id].append(bar)
+    for lane, own in enumerate(lanes.values()):
+        lengths = [bar.end - bar.start for bar in own]
+        axis.broken_barh(
+            [(bar.start, length) for bar, length in zip(own, lengths, strict=True)],
+            (lane - 0.42, 0.84) if few else (lane - 0.5, 1),
+            facecolors=[
+                LANE_COLORS.get(bar.kind) or style.GAPS(norm(length))
+                for bar, length in zip(own, lengths, strict=True)
+            ],
+            edgecolors="white",
+            linewidths=[0.3 if few and s > (right - left) / 200 else 0 for s in lengths],
+            antialiased=few,
+        )
     tick_every = 1 + len(ids) // 5
     axis.set_yticks(range(0, len(ids), tick_every), [str(i) for i in ids[::tick_every]])
     axis.set(ylim=(len(ids) - 0.4, -0.6), ylabel="request")
@@ -221,28 +183,18 @@ def draw_lanes(axis: Axes, bars: Sequence[Bar], scale: GapScale) -> None:
 # ---- Latencies under one load -------------------------------------------------------------------
 
 
-class Latency(NamedTuple):
-    """A latency that is drawn: the label of its axis, and its values of a request in seconds."""
-
-    label: str
-    values: Callable[[Completion], list[float]]
+TTFT = "time to first token (TTFT) in s"
+TBT = "time between tokens (TBT) in s"
+DELAY = "scheduling delay in s"
 
 
-def _ttft(completion: Completion) -> list[float]:
-    return [] if completion.ttft is None else [completion.ttft]
-
-
-def _tbt(completion: Completion) -> list[float]:
-    return completion.tbt
-
-
-def _scheduling_delay(completion: Completion) -> list[float]:
-    return [] if completion.scheduling_delay is None else [completion.scheduling_delay]
-
-
-TTFT = Latency("time to first token (TTFT) in s", _ttft)
-TBT = Latency("time between tokens (TBT) in s", _tbt)
-SCHEDULING_DELAY = Latency("scheduling delay in s", _scheduling_delay)
+def latencies_of(completions: Sequence[Completion]) -> dict[str, list[float]]:
+    """All values of each latency, in seconds."""
+    return {
+        TTFT: [each.ttft for each in completions if each.ttft is not None],
+        TBT: [gap for each in completions for gap in each.tbt],
+        DELAY: [each.scheduling_delay for each in completions if each.scheduling_delay is not None],
+    }
 
 
 def plot_serving(
@@ -261,38 +213,34 @@ def plot_serving(
     figure = style.new_figure(4.3 + 1.65 * len(runs))
     heights = [2.9, 1.4 + 1.65 * len(runs)]
     top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)[:, 0]
-    panels = top.subplots(1, 3, sharey=True)
-    for axis, latency in zip(panels, (TTFT, TBT, SCHEDULING_DELAY), strict=True):
-        draw_latency(axis, latency, runs)
-    panels[1].axvline(slo_s, **style.LIMIT_LINE)
-    panels[1].set_title(f"dashed: SLO {slo_s:.3g} s")
-    panels[0].set_ylabel("share that is longer")
-    panels[0].set_yticks([0.001, 0.01, 0.1, 0.5, 1], ["0.1 %", "1 % (P99)", "10 %", "P50", "100 %"])
-    panels[0].set_yticks([], minor=True)
-    handles, names = panels[0].get_legend_handles_labels()
+    axes = top.subplots(1, 3, sharey=True)
+    panels: dict[str, Axes] = dict(zip((TTFT, TBT, DELAY), axes, strict=True))
+    for name, color in style.policy_colors(runs).items():
+        for label, values in latencies_of(runs[name].completions).items():
+            if values:  # the share of them that is longer than x
+                panels[label].ecdf(values, complementary=True, label=name, color=color)
+                dots = np.percentile(values, [50, 99])
+                panels[label].plot(dots, [0.5, 0.01], "o", ms=4, color=color)
+    for label, axis in panels.items():
+        style.log_scale("x", axis)
+        axis.set(xlabel=label, yscale="log", ylim=(5e-4, 1.3))
+    panels[TBT].axvline(slo_s, **style.LIMIT_LINE)
+    panels[TBT].set_title(f"dashed: SLO {slo_s:.3g} s")
+    first = panels[TTFT]
+    first.set_ylabel("share that is longer")
+    first.set_yticks([0.001, 0.01, 0.1, 0.5, 1], ["0.1 %", "1 % (P99)", "10 %", "P50", "100 %"])
+    first.set_yticks([], minor=True)
+    handles, names = first.get_legend_handles_labels()
     top.legend(handles, names, ncols=min(5, len(runs)), **style.LEGEND_BELOW)
 
     lanes = bottom.subplots(len(runs), 1, squeeze=False, sharex=True)[:, 0]
     window = None if letters else window_of_longest_gap(runs.values())
-    draw_runs(bottom, lanes, lanes, runs, GapScale(slo_s, "the SLO"), window=window)
+    draw_runs(bottom, lanes, lanes, runs, slo_s, "the SLO", LANE_COLORS, window)
     lanes[-1].set_xlabel("time in s" if letters else "time in s, around the longest gap")
     if letters:
         for axis in lanes:
             axis.set_yticks(range(len(letters)), list(letters))
     return style.finish(figure, title, file, machine)
-
-
-def draw_latency(axis: Axes, latency: Latency, runs: Mapping[str, RecordedRun]) -> None:
-    """Draw which share of a latency's values is longer than x, a curve for each run."""
-    colors = style.policy_colors(runs)
-    for name, run in runs.items():
-        values = [value for c in run.completions for value in latency.values(c)]
-        if not values:
-            continue
-        axis.ecdf(values, complementary=True, label=name, color=colors[name])
-        axis.plot(np.percentile(values, [50, 99]), [0.5, 0.01], "o", ms=4, color=colors[name])
-    style.log_scale("x", axis)
-    axis.set(xlabel=latency.label, yscale="log", ylim=(5e-4, 1.3))
 
 
 def window_of_longest_gap(runs: Iterable[RecordedRun]) -> tuple[float, float] | None:
@@ -324,54 +272,40 @@ def plot_capacity(
     figure = style.new_figure(bars_height + curves_height)
     heights = [bars_height, curves_height]
     top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)[:, 0]
-    draw_capacity_bars(top.subplots(), results)
+    colors = style.policy_colors(results)
+    names = [f"{name} (busy)" if result["busy"] else name for name, result in results.items()]
+    color_of = dict(zip(names, colors.values(), strict=True))
+    capacities = [result["capacity_qps"] for result in results.values()]
+    bars = top.subplots()
+    draw_bars(bars, {"": dict(zip(names, capacities, strict=True))}, {}, lambda _, x: color_of[x])
+    bars.set_xlabel("capacity per second")
+    if names != list(results):
+        bars.set_title("busy: other programs used the machine meanwhile", loc="right")
     tbt, delay = bottom.subplots(1, 2)
-    draw_against_rate(tbt, results, "p99_tbt_s")
-    draw_limit(tbt, "P99 time between tokens in s", "SLO", slo_s)
-    draw_against_rate(delay, results, "p50_delay_s")
-    draw_limit(delay, "median scheduling delay in s", "limit", MAX_DELAY_S)
+    for axis, key, latency, limit, limit_s in (
+        (tbt, "p99_tbt_s", "P99 time between tokens in s", "SLO", slo_s),
+        (delay, "p50_delay_s", "median scheduling delay in s", "limit", MAX_DELAY_S),
+    ):
+        draw_against_rate(axis, results, key, colors)
+        axis.axhline(limit_s, **style.LIMIT_LINE)
+        style.log_scale("xy", axis)
+        axis.set_title(f"{latency} (dashed: {limit} {limit_s:.3g} s)", loc="left")
+        axis.set_xlabel("load per second (hollow: not met)")
     title = "The highest rate that meets the SLO, and the latencies against the load"
     return style.finish(figure, title, file, machine)
 
 
-def draw_capacity_bars(axis: Axes, results: Mapping[str, Mapping]) -> None:
-    """Draw a bar for each capacity, with its number behind it; hatched, if that is a bound."""
-    colors = style.policy_colors(results)
-    names = [f"{name} (busy)" if result["busy"] else name for name, result in results.items()]
-    capacities = [result["capacity_qps"] for result in results.values()]
-    bars = axis.barh(names, capacities, 0.7, color=list(colors.values()))
-    axis.bar_label(bars, [style.three_digits(capacity) for capacity in capacities], padding=4)
-    for bar, capacity in zip(bars, capacities, strict=True):
-        if capacity.bound:  # the capacity is not where the bar ends
-            bar.set(hatch="////", alpha=0.5)
-    axis.margins(x=0.2)
-    axis.set(ylim=(len(results) - 0.4, -0.6), xlabel="capacity per second", xlim=(0, None))
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def draw_against_rate(axis: Axes, results: Mapping[str, Mapping], key: str) -> None:
+def draw_against_rate(
+    axis: Axes, results: Mapping[str, Mapping], key: str, colors: Mapping[str, str]
+) -> None:
     """Draw a latency of the last run at each rate: a line where all was met, hollow dots else."""
-    colors = style.policy_colors(results)
     for name, result in results.items():
         point_of = {point["qps"]: point for point in result["points"]}  # later runs replace earlier
         points = [point_of[qps] for qps in sorted(point_of) if point_of[qps][key] is not None]
         for met in (True, False):
             shown = [point for point in points if point["met"] == met]
-            axis.plot(
-                [point["qps"] for point in shown],
-                [point[key] for point in shown],
-                marker="o",
-                ms=5,
-                lw=1.4,
-                color=colors[name],
-                ls="-" if met else "",
-                mfc=colors[name] if met else "white",
-            )
-
-
-def draw_limit(axis: Axes, latency: str, limit: str, limit_s: float) -> None:
-    """Draw the limit of a latency as a dashed line, and label the axes of the panel."""
-    axis.axhline(limit_s, **style.LIMIT_LINE)
-    style.log_scale("xy", axis)
-    axis.set_title(f"{latency} (dashed: {limit} {limit_s:.3g} s)", loc="left")
-    axis.set_xlabel("load per second (hollow: not met)")
+            rates = [point["qps"] for point in shown]
+            latencies = [point[key] for point in shown]
+            look: dict[str, Any] = {} if met else {"ls": "", "mfc": "white"}
+            look |= {"marker": "o", "ms": 5, "lw": 1.4, "color": colors[name]}
+            axis.plot(rates, latencies, **look)

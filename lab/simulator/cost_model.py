@@ -8,9 +8,9 @@ bandwidth, whichever is longer (Sarathi-Serve §3.1, T = max(T_math, T_mem)), an
 to start and drain. The rows of a matrix product are rounded up to whole tiles (SARATHI §4.4). Read
 first: devices.py. Read next: simulation.py, which runs the policies on it."""
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -106,14 +106,10 @@ def matrices(config: GPTConfig, tp: int = 1) -> LayerMatrices:
 def interpolate(x: float, points: Sequence[tuple[float, float]]) -> float:
     """The value at `x` on the line through `points`, (x, y) in increasing order of x. Before the
     first point and after the last one it stays level. Without numpy, which a browser lacks."""
-    after = bisect_right(points, x, key=itemgetter(0))
-    if after == 0:
-        return points[0][1]
-    x0, y0 = points[after - 1]
-    if after == len(points):
-        return y0
-    x1, y1 = points[after]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x < x1:
+            return y0 + (y1 - y0) * (max(x, x0) - x0) / (x1 - x0)
+    return points[-1][1]
 
 
 def product_seconds(device: Device, tokens: int, rows: int, columns: int) -> float:
@@ -219,16 +215,14 @@ class CostModel:
         """Seconds of what one layer does for `tokens` tokens, whichever requests they are of:
         products, other operations, all-reduces. An all-reduce goes around a ring of tp GPUs in
         2 (tp - 1) steps, each with a part of the numbers."""
-        known = self._token_seconds.get(tokens)
-        if known is not None:
-            return known
+        if tokens in self._token_seconds:
+            return self._token_seconds[tokens]
         device = self.device
         linear_s = sum([product_seconds(device, tokens, *matrix) for matrix in self.matrices])
 
         n_embd = self.config.n_embd
-        qkv = self.matrices.preproj.columns
-        inner = self.matrices.ffn_ln1.columns
-        numbers = 8 * n_embd + 2 * qkv + 2 * inner  # of norms and sums, rotation, activation
+        widths = self.matrices.preproj.columns + self.matrices.ffn_ln1.columns
+        numbers = 8 * n_embd + 2 * widths  # of norms and sums, rotation, activation
         others_s = 5 * device.op_s + BYTES * tokens * numbers / device.bytes_per_s
 
         all_reduce_s = 0.0
@@ -252,20 +246,11 @@ class CostModel:
 
     def stages(self, batch: Chunks) -> StageTimes:
         """The StageTimes of a batch. The last stage has the output head, too."""
-        return self._stage_times(token_count(batch), len(batch), sum(self.layer_seconds(batch)))
-
-    def decode_stages(self, decodes: int, keys: int) -> StageTimes:
-        """The StageTimes of a batch of so many decodes, which read so many keys in all."""
-        attention_s = self.device.op_s + self._key_s * keys
-        layer_s = sum((*self.token_seconds(decodes), attention_s))
-        return self._stage_times(decodes, decodes, layer_s)
-
-    def _stage_times(self, tokens: int, rows: int, layer_s: float) -> StageTimes:
-        """The StageTimes of a batch, of which the head computes so many rows."""
+        tokens = token_count(batch)
         n_embd = self.config.n_embd
-        seconds = [self.cpu_s + self.layers * layer_s] * self.pp
+        seconds = [self.cpu_s + self.layers * sum(self.layer_seconds(batch))] * self.pp
         vocabulary = self.config.vocab_size // self.tp
-        seconds[-1] += product_seconds(self.device, rows, n_embd, vocabulary)
+        seconds[-1] += product_seconds(self.device, len(batch), n_embd, vocabulary)
         # to reach the next stage, each of the tp GPUs sends its part
         bytes_per_s = self.pp_link.bytes_per_s * (self.tp if self.pp_link.per_gpu else 1)
         return StageTimes(seconds, self.pp_link.step_s + BYTES * tokens * n_embd / bytes_per_s)

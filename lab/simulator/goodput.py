@@ -1,17 +1,18 @@
 """Goodput per GPU: the highest rate at which both latency targets are met, over the GPUs.
 
-    trials = [Trial.run(cluster, load, qps) for qps in rates(cluster, load, 12)]
+    trials = [run_job(Job(cluster, load, qps)) for qps in rates(cluster, load, 12)]
     goodput(trials, Targets(ttft_s=0.5, tbt_s=0.05))
 
 The same trials are judged by any targets. They are met where 90 % of the requests meet both, that
 for TTFT and that for the mean TBT of a request (DistServe §1), and P99 of all TBT meets the second,
 too (Sarathi-Serve §5.1). Read first: pools.py. Read next: lab/commands/pools.py."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from config import EngineConfig
 from lab.measure import workload
@@ -108,24 +109,6 @@ class Trial:
     keeps_up: bool  # whether requests are served about as fast as they arrive
     link: LinkSummary | None
 
-    @classmethod
-    def run(cls, cluster: Cluster, load: Load, qps: float) -> Self:
-        """Serve a load at a rate."""
-        run = cluster.simulate(load, qps).run
-        done = run.completions
-        gaps = [completion.tbt for completion in done if len(completion.token_times) > 1]
-        served_per_s = served_rate(done)
-        return cls(
-            qps_per_gpu=qps / cluster.instances,
-            latencies_s=[
-                (each.ttft, fmean(each.tbt or [0.0])) for each in done if each.ttft is not None
-            ],
-            second_p50_s=percentiles(tbt[0] for tbt in gaps).p50 or 0.0,
-            tbt_p99_s=percentiles(gap for tbt in gaps for gap in tbt).p99 or 0.0,
-            keeps_up=served_per_s is None or served_per_s >= SERVED * qps,
-            link=LinkSummary.of(run.transfers),
-        )
-
     def meets(self, targets: Targets) -> bool:
         """Whether the rate can be served within these targets."""
         met = sum(
@@ -145,8 +128,22 @@ class Job(NamedTuple):
 
 
 def run_job(job: Job) -> Trial:
-    """The Trial of a job."""
-    return Trial.run(job.cluster, job.load, job.qps)
+    """Serve the load of a job, and return its Trial."""
+    cluster, load, qps = job
+    run = cluster.simulate(load, qps).run
+    done = run.completions
+    gaps = [completion.tbt for completion in done if len(completion.token_times) > 1]
+    served_per_s = served_rate(done)
+    return Trial(
+        qps_per_gpu=qps / cluster.instances,
+        latencies_s=[
+            (each.ttft, fmean(each.tbt or [0.0])) for each in done if each.ttft is not None
+        ],
+        second_p50_s=percentiles(tbt[0] for tbt in gaps).p50 or 0.0,
+        tbt_p99_s=percentiles(gap for tbt in gaps for gap in tbt).p99 or 0.0,
+        keeps_up=served_per_s is None or served_per_s >= SERVED * qps,
+        link=LinkSummary.of(run.transfers),
+    )
 
 
 def rates(cluster: Cluster, load: Load, count: int) -> list[float]:
@@ -176,12 +173,9 @@ def find_goodput(search: Search) -> float:
     """As `goodput`, with few trials: a rate above one that fails is not tried."""
     cluster, load, targets, steps = search
     all_rates = rates(cluster, load, steps)
-    met = -1  # the index of the highest rate that is known to meet the targets
-    failed = steps
-    while failed - met > 1:
-        middle = (met + failed) // 2
-        if Trial.run(cluster, load, all_rates[middle]).meets(targets):
-            met = middle
-        else:
-            failed = middle
-    return all_rates[met] / cluster.instances if met >= 0 else 0.0
+
+    def fails(qps: float) -> bool:
+        return not run_job(Job(cluster, load, qps)).meets(targets)
+
+    met = bisect_left(all_rates, True, key=fails)  # so many of the lowest
+    return all_rates[met - 1] / cluster.instances if met else 0.0

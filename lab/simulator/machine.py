@@ -7,6 +7,7 @@ Read first: simulation.py, lab/measure/machine.py. Read next: lab/commands/serve
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from config import EngineConfig
@@ -16,7 +17,7 @@ from lab.measure.machine import RealMachine
 from lab.measure.machine_info import MachineInfo, RealMachineInfo
 from lab.measure.metrics import Percentiles, percentiles
 from lab.measure.run_loop import Recorder, Run
-from lab.measure.token_budget import BASE_BATCH, Profiled, base_context, time_iterations
+from lab.measure.token_budget import BASE_BATCH, Case, Profiled, base_context, time_iterations
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import CostModel, FittedCost
 from lab.simulator.simulation import Simulated, simulate
@@ -111,46 +112,32 @@ class SimulatedMachine(CountingMachine):
             )
 
 
-class BatchCase(NamedTuple):
-    """A batch as time_iterations takes it: `budget` tokens, `decodes` of them decodes at
-    `context`, the others a chunk that ends there."""
-
-    budget: int
-    context: int
-    decodes: int
-
-
 class ProfileCases(NamedTuple):
     """The batches that a FittedCost is fitted to, and others, which tell how well."""
 
-    fitted: list[BatchCase]
-    others: list[BatchCase]
+    fitted: list[Case]
+    others: list[Case]
 
 
 def profile_cases(max_len: int) -> ProfileCases:
-    """The batches to be timed. Chunks and contexts are of at most max_len tokens."""
-    longest_chunk = 3 * max_len // 4
-    fitted = list(_grid(max_len, (0, 32, 256), (max_len // 8, longest_chunk), (0, 4, 16)))
-    fitted.append(_case(max_len, 512, max_len, 0))
-    other_chunks = (0, min(48, longest_chunk), min(300, longest_chunk))
+    """The batches to be timed: each chunk at each context with each count of decodes. Chunks and
+    contexts are of at most max_len tokens."""
+
+    def grid(
+        chunks: Sequence[int], contexts: Sequence[int], decode_counts: Sequence[int]
+    ) -> Iterator[Case]:
+        for chunk, context, decodes in product(chunks, contexts, decode_counts):
+            if chunk or decodes:
+                yield min(chunk, max_len) + decodes, max(1, context), decodes
+
+    longest = 3 * max_len // 4
+    fitted = [
+        *grid((0, 32, 256), (max_len // 8, longest), (0, 4, 16)),
+        *grid([512], [max_len], [0]),
+    ]
     contexts = (max_len // 32, max_len // 2, max_len)
-    return ProfileCases(fitted, list(_grid(max_len, other_chunks, contexts, (0, 6, 12))))
-
-
-def _grid(
-    max_len: int, chunks: Sequence[int], contexts: Sequence[int], decode_counts: Sequence[int]
-) -> Iterator[BatchCase]:
-    """Each chunk at each context with each count of decodes, but for empty batches."""
-    for chunk in chunks:
-        for context in contexts:
-            for decodes in decode_counts:
-                if chunk or decodes:
-                    yield _case(max_len, chunk, context, decodes)
-
-
-def _case(max_len: int, chunk: int, context: int, decodes: int) -> BatchCase:
-    """A batch within the limits of a model."""
-    return BatchCase(min(chunk, max_len) + decodes, max(1, context), decodes)
+    others = grid((0, min(48, longest), min(300, longest)), contexts, (0, 6, 12))
+    return ProfileCases(fitted, list(others))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,18 +188,14 @@ class FittedMachine(CountingMachine):
 
 
 def _time(
-    real: RealMachine, cases: Sequence[BatchCase], max_len: int, attention: str
+    real: RealMachine, cases: Sequence[Case], max_len: int, attention: str
 ) -> tuple[list[Profiled], float]:
     """The times of batches on a real machine, and its drift."""
     page_size = min(64, max_len)
     pages = 0  # that the largest batch needs
-    for case in cases:
-        decode_pages = -(-case.context // page_size) * case.decodes
-        chunk_pages = -(-max(case.budget - case.decodes, case.context) // page_size)
-        pages = max(pages, decode_pages + chunk_pages)
+    for budget, context, decodes in cases:
+        chunk_pages = -(-max(budget - decodes, context) // page_size)
+        pages = max(pages, -(-context // page_size) * decodes + chunk_pages)
     runner = runner_for(real.model)(real.model, pages, page_size, max_len, attention)
 
-    def time_all() -> list[Profiled]:
-        return time_iterations(runner, cases)
-
-    return timing.steadily(time_all, real.model.device)
+    return timing.steadily(partial(time_iterations, runner, cases), real.model.device)
