@@ -9,7 +9,7 @@ first: batches.py. Read next: serving.py."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from config import EngineConfig
 from lab.claims.checks import Condition, less, rises
@@ -40,8 +40,8 @@ def s_t4(lab: Lab) -> Finding:
     The cost model has 4 ms for what is not in the operations of S-T2, and decodes that take 1.22
     times as long in attention beside a chunk as alone."""
     gpu_cases = [Lockstep(context, 6, 256, 25) for context in (1024, 2048, 3072)]
-    cases = lab.pick(gpu=gpu_cases, cpu=CPU_CASES, quick=QUICK_CASES)
-    ratios = lab.pick(gpu=[50.0] * 3, cpu=[case.pd_ratio for case in cases])
+    cases = lab.pick(gpu_cases, cpu=CPU_CASES, quick=QUICK_CASES)
+    ratios = lab.pick([50.0] * 3, cpu=[case.pd_ratio for case in cases])
     published = {"1K, B = 6": (1.33, 5.45), "2K, B = 6": (1.26, 3.26), "3K, B = 6": (1.22, 2.51)}
     return gains_at_contexts(lab, LLAMA_13B, dict(zip(cases, ratios, strict=True)), published)
 
@@ -79,7 +79,7 @@ def s_f11(lab: Lab) -> Finding:
     Orca at its best gains 1.11x at 1K, and near 1 at 2K and 3K. In the cost model prompts of 960
     lose to tiles one by one, but not 18 at once."""
     cases = lab.pick(
-        gpu=[Lockstep(1024, 18, 256, 73), Lockstep(2048, 10, 256, 41), Lockstep(3072, 6, 256, 25)],
+        [Lockstep(1024, 18, 256, 73), Lockstep(2048, 10, 256, 41), Lockstep(3072, 6, 256, 25)],
         cpu=CPU_CASES,
         quick=QUICK_CASES,
     )
@@ -91,7 +91,7 @@ def s_f11(lab: Lab) -> Finding:
     orca_best = gains["orca-best"]
     pays = lab.riding_pays_for(cases)
     finding.expect(less(1.02, sarathi), RIDING, pays)
-    finding.expect(less(orca_best.times(1.02), sarathi), WHOLE_PROMPT, pays)
+    finding.expect(less(1.02 * orca_best, sarathi), WHOLE_PROMPT, pays)
     papers = {"1K, B = 18": 1.27, "2K, B = 10": 1.25, "3K, B = 6": 1.23}
     for case, paper in zip(cases, papers.items(), strict=True):
         finding.publish(f"gain of SARATHI at {paper[0]}", paper[1], sarathi, case.length)
@@ -112,12 +112,12 @@ class GainsOverRatios:
 def gains_over_ratios(lab: Lab) -> GainsOverRatios:
     """Serve requests of one length with more and less prompt, as in Figures 9a and 11b."""
     case = lab.pick(
-        gpu=Lockstep(1024, 18, 256, 73),
+        Lockstep(1024, 18, 256, 73),
         cpu=Lockstep(256, 6, 64, 25),
         quick=Lockstep(256, 6, 64, 13),
     )
     ratios = lab.pick(
-        gpu=[4, 7, 14, 28, 56, 112], cpu=[3.2, 6.4, 12.8, 25.6, 51.2], quick=[6.4, 12.8, 25.6]
+        [4, 7, 14, 28, 56, 112], cpu=[3.2, 6.4, 12.8, 25.6, 51.2], quick=[6.4, 12.8, 25.6]
     )
     chunk_sizes = [case.chunk // 2, case.chunk, 2 * case.chunk]
     names = [f"sarathi:{size}" for size in chunk_sizes]
@@ -140,19 +140,19 @@ def s_f9(lab: Lab) -> Finding:
     half, middle, double = [load.gains[name] for name in load.names]
     peaks = Table("peak", x="chunk", y="P:D of the largest gain", spec=".3g")
     for size, line in zip(load.chunk_sizes, (half, middle, double), strict=True):
-        peaks.add(size, {"P:D": float(line.x_of_largest())})
+        peaks.add(size, {"P:D": float(line.x_of(max))})
     peak = peaks["P:D"]
     _, chunk, double_chunk = load.chunk_sizes
     finding = Finding(LLAMA_13B, tables=[load.gains])
     finding.expect(less(1.02, load.gains.best("sarathi", load.names)), RIDING, load.pays)
     finding.expect(
-        rises(double.over(half)), "A higher P:D has fewer decodes for a chunk to carry.", load.pays
+        rises(double / half), "A higher P:D has fewer decodes for a chunk to carry.", load.pays
     )
     finding.expect(
         rises(peak), "Prompts and outputs run out together at P:D = C / (B - 1).", load.pays
     )
-    finding.publish("gain, C = 256", 1.27, middle, middle.x_of_largest())
-    finding.publish("gain, C = 512", 1.23, double, double.x_of_largest())
+    finding.publish("gain, C = 256", 1.27, middle, max)
+    finding.publish("gain, C = 512", 1.23, double, max)
     finding.publish("P:D of the peak, C = 256", 14, peak, chunk)
     finding.publish("P:D of the peak, C = 512", 28, peak, double_chunk)
     return finding
@@ -169,15 +169,15 @@ def s_f11b(lab: Lab) -> Finding:
     finding = Finding(LLAMA_13B, tables=[load.gains])
     peaks = finding.table("peak", x="", y="P:D of the largest gain", spec=".3g")
     for line in [load.gains[name] for name in (*load.names, "orca-best")]:
-        peaks.add("P:D", {line.name: float(line.x_of_largest())})
+        peaks.add("P:D", {line.name: float(line.x_of(max))})
     best = load.gains.best("sarathi", load.names)
-    finding.expect(less(orca, best.times(1.02)), WHOLE_PROMPT, load.pays)
+    finding.expect(less(orca, 1.02 * best), WHOLE_PROMPT, load.pays)
     finding.expect(
         less(peaks[half.name], peaks["orca-best"]),
         "A chunk of C = L tokens carries all decodes from P:D = L / (B - 1) on.",
         load.pays,
     )
-    finding.publish("peak gain of Orca at its best", 1.11, orca, orca.x_of_largest())
+    finding.publish("peak gain of Orca at its best", 1.11, orca, max)
     return finding
 
 
@@ -196,7 +196,7 @@ def s_f9b(lab: Lab) -> Finding:
     Figures 9b and 9c are of requests of 2K and 3K tokens, of which 10 and 6 fit in memory. Their
     gains at the peak are those of Figure 11a."""
     cases = lab.pick(
-        gpu=[Lockstep(2048, 10, 256, 41), Lockstep(3072, 6, 256, 25)],
+        [Lockstep(2048, 10, 256, 41), Lockstep(3072, 6, 256, 25)],
         cpu=[Lockstep(512, 3, 64, 13), Lockstep(768, 2, 64, 9)],
         quick=[Lockstep(256, 3, 64, 7), Lockstep(384, 2, 64, 5)],
     )
@@ -241,7 +241,7 @@ def s_f13c(lab: Lab) -> Finding:
     down to whole tiles, so that chunks of 320 are of 256 on a GPU. The paper says neither lengths
     nor P:D."""
     case = lab.pick(
-        gpu=Lockstep(1024, 18, 256, 73),
+        Lockstep(1024, 18, 256, 73),
         cpu=Lockstep(256, 6, 64, 25),
         quick=Lockstep(256, 6, 64, 13),
     )
@@ -336,8 +336,8 @@ def s_4_4(lab: Lab) -> Finding:
         rides_from = min(all_ride, default=None)
         first_ratio.add(chunk, {"counted": rides_from, "(C - (B - 1)) / (B - 1)": formula})
     counted = first_ratio["counted"]
-    ratio = counted.over(first_ratio["(C - (B - 1)) / (B - 1)"], ".2f")
-    for line in shares.all_lines():
+    ratio = replace(counted / first_ratio["(C - (B - 1)) / (B - 1)"], spec=".2f")
+    for line in shares:
         finding.expect(
             rises(line),
             "The longer a prompt is, the more chunks there are for its decodes to ride with.",
@@ -386,7 +386,7 @@ def b_1(lab: Lab) -> Finding:
     static = slots["request-level"]
     continuous = slots["orca"]
     finding.expect(
-        less(static.times(1.3), continuous, at="end"),
+        less(1.3 * static, continuous, at="end"),
         "Orca gives a slot to the next request as soon as one ends.",
     )
     finding.expect(
@@ -428,7 +428,7 @@ def b_1b(lab: Lab) -> Finding:
             means.add(unit, {name: running / (slots * len(run.iterations))})
     static = over_time["static"]
     finding.expect(
-        less(means["static"].times(1.3), means["continuous"]),
+        less(1.3 * means["static"], means["continuous"]),
         "A slot stays empty until the longest request of its batch has ended.",
     )
     finding.expect(
