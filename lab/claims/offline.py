@@ -245,7 +245,7 @@ def s_f13c(lab: Lab) -> Finding:
     for chunk in chunk_sizes:
         gains.add(chunk, {"sarathi": gain_of[f"sarathi:{chunk}"]})
     (gain,) = gains
-    smallest, second, middle, *_ = chunk_sizes
+    smallest, second, middle, odd, _ = chunk_sizes
     ratios = finding.table("of chunks", "", "gain over gain", ".3fx")
     ratios.add("gain", {"256 over the baseline": gain.at(middle)})
     ratios.add("gain", {"256 over 64": over(gain.at(middle), gain.at(smallest))})
@@ -255,6 +255,12 @@ def s_f13c(lab: Lab) -> Finding:
         less(1, over_smallest),
         "Four small chunks read the weights four times, where one does once.",
         lab.ridge_above(smallest),
+    )
+    odd_over_middle = {"gain": over(gain.at(odd), gain.at(middle))}
+    finding.expect(
+        less(0.95, line("320 over 256", odd_over_middle, title=ratios.title), 1.05),
+        "A batch is cut to whole tiles of 128 rows, so that chunks of 320 are of 256.",
+        lab.has_tiles(),
     )
     finding.publish("gain with chunks of 128, up to", 1.16, gain, second)
     finding.publish("gain with chunks of 256", PEAK_GAIN_1K, gain, middle)

@@ -39,6 +39,13 @@ def s_f3(lab: Lab) -> Finding:
         "A decode reads all weights for one row, a prompt for all of its rows.",
         lab.ridge_above(10),
     )
+    length = lab.scaled(1024)
+    cases = {"several prompts": [prompts(32, length // 32)], "one": [prompts(1, length)]}
+    several, one = lab.time(cases).values()
+    finding.expect(
+        less(line("several prompts over one", {length: over(several.total_ms, one.total_ms)}), 2),
+        "Rows of all prompts of a batch are rows of the same products.",
+    )
     finding.expect(falls(shares["decode: linear"]), own_keys)
     finding.expect(rises(shares["decode: attention"]), own_keys)
     for size, paper in {1: 200, 2: 100, 18: 16.7}.items():
@@ -48,8 +55,8 @@ def s_f3(lab: Lab) -> Finding:
     finding.publish(text, others, shares["prefill: other"], 1)
     four_fifths = Bounded(0.8, "at least")
     text = "share of the linear layers in a prefill"
-    line = shares["prefill: linear"]
-    finding.publish(text, four_fifths, line, 1, device=MISTRAL_7B, within=1.1)
+    linear_share = shares["prefill: linear"]
+    finding.publish(text, four_fifths, linear_share, 1, device=MISTRAL_7B, within=1.1)
     text = "prefill tokens whose linear layers cost a decode's"
     finding.publish(text, 128, in_prompt_tokens(linear), 1, device=MISTRAL_7B)
     return finding

@@ -96,7 +96,37 @@ def ss_f7(lab: Lab) -> Finding:
             "C and D wait until A and B have all their output, or for no longer than a prompt.",
         )
         finding.expect(less(2.5 * tbt["sarathi-serve"], tbt[policy]), whole)
+    finding.tables.append(prompts_in_turn(served))
+    of_d = finding.tables[-1]
+    finding.expect(
+        less(of_d["sarathi-serve"], 1, at="start"),
+        "What was started is finished before a new prompt begins.",
+    )
+    for policy in ("vllm", "sarathi-serve"):
+        finding.expect(
+            less(0, of_d[policy], at="end"), "New prompts get what is left of a batch's tokens."
+        )
     return finding
+
+
+def prompts_in_turn(served: Served) -> Table:
+    """How much of D's prompt is computed before the last chunk of C's, and beside it."""
+    table = Table("D's prompt", "when", "tokens", ",.0f", timed=False)
+    for name, run in served.records.items():
+        of_c, of_d = [
+            {
+                number: length
+                for number, iteration in enumerate(run.iterations)
+                for request_id, _, length, is_decode in iteration.chunks
+                if request_id == request and not is_decode
+            }
+            for request in (2, 3)
+        ]
+        last = max(of_c)
+        before = sum(length for number, length in of_d.items() if number < last)
+        table.add("before C's last chunk", {name: before})
+        table.add("beside it", {name: of_d.get(last, 0)})
+    return table
 
 
 @claim(
@@ -132,6 +162,12 @@ def ss_f10(lab: Lab) -> Finding:
         for gain in gains.values():
             finding.expect(less(1.05, gain, at="start"), STRICT)
         finding.expect(falls(gains["vLLM"]), RELAXED)
+        small, large = [table[name] for name in BUDGETS]
+        finding.expect(
+            less(1.05 * small, large, at="end"),
+            "Smaller chunks read the weights more often: their queue grows at a lower rate.",
+            lab.ridge_above(BUDGET),
+        )
         strict = table.xs[0]
         for system, gain in gains.items():
             paper = FIGURE_10[lengths][system]
