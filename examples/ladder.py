@@ -107,7 +107,7 @@ def is_served_well(completion: Completion, slo_s: float) -> bool:
 
 def numbers_of(served: Run, slo_s: float) -> dict[str, float]:
     """What a rung makes of the load, in seconds and per second."""
-    summary = capacity.judge(served, slo_s).summary
+    summary = capacity.judge(served, slo_s)
     good = sum(is_served_well(completion, slo_s) for completion in served.completions)
     return {
         "TTFT P50": summary.ttft_s.p50 or 0.0,

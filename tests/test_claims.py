@@ -62,7 +62,7 @@ def real_lab():
 
 
 PLOT = plot_of(a=[1.0, 2.0, 4.0], b=[4.0, 2.0, 1.0], even=[1.0, 1.4, 1.1], a_half=[None, 1.0, 9.0])
-A, B, EVEN, A_HALF = PLOT.all_lines()
+A, B, EVEN, A_HALF = PLOT
 CHECKS = [  # and what is wrong with them
     (rises(A), ""),
     (falls(A), "a falls: not so"),
@@ -75,11 +75,11 @@ CHECKS = [  # and what is wrong with them
     (less(A_HALF, B, at="start"), "a_half < b, at the start: not known"),
     (less(0.5, A, 4.5), ""),
     (less(0.5, A, 4), "0.5 < a < 4: not at 3"),
-    (rises(A.over(B)), ""),
-    (less(0.25, A.over(B)), "0.25 < a / b: not at 1"),
+    (rises(A / B), ""),
+    (less(0.25, A / B), "0.25 < a / b: not at 1"),
     (less(A_HALF, A), "a_half < a: not at 3"),  # nothing is said of a gap
-    (less(A.times(2), B, at="start"), ""),
-    (less(A.times(4), B, at="start"), "4 * a < b, at the start: not at 1"),
+    (less(2 * A, B, at="start"), ""),
+    (less(4 * A, B, at="start"), "4 * a < b, at the start: not at 1"),
 ]
 
 
@@ -119,7 +119,7 @@ def test_the_best_of_several_lines_is_the_largest_at_each_x():
     plot = plot_of(small=[2.0, 5.0], large=[3.0, None], vllm=[1.0, 2.0])
     best = plot.best("sarathi", ["small", "large"])
     assert (best.name, best.values) == ("sarathi", {1: 3.0, 2: 5.0})
-    assert best.over(plot["vllm"]).values == {1: 3.0, 2: 2.5}
+    assert (best / plot["vllm"]).values == {1: 3.0, 2: 2.5}
 
 
 def test_a_typo_in_the_name_of_a_line_is_an_error():
@@ -142,7 +142,7 @@ def test_a_plot_is_a_table_with_a_row_for_each_x():
     plot.add(3000, {"p over q": 1.0})
     plot.add(4, {"p over q": None, "q": 2.0})
     assert plot.xs == (3000, 4)
-    assert plot.markdown().splitlines() == [
+    assert plot.markdown({}).splitlines() == [
         "L 1: s",
         "",
         "| B     | p over q |    q |",
@@ -219,7 +219,7 @@ VERDICTS = [  # (checks, numbers, busy, verdict)
     ([less(0, COUNTED)], [], True, "as in the paper"),  # nothing in it was timed
     ([less(1, COUNTED)], [], True, "not seen here"),
     ([less(0, COUNTED)], [SAME], True, "too busy to tell"),
-    ([less(1, COUNTED.over(A))], [], True, "too busy to tell"),
+    ([less(1, COUNTED / A)], [], True, "too busy to tell"),
 ]
 
 

@@ -174,7 +174,7 @@ def test_fresh_measures_again_what_is_asked_for_and_keeps_the_rest(claims, tmp_p
     claims.results["SS-F10"] = finding(60)
     fresh = run(tmp_path, "--only SS-F10 --fresh")
     assert claims.take() == ["SS-F10"]
-    assert fresh["SS-F10"]["numbers"][0]["here"] == "60 ms at tokens 8"
+    assert fresh["SS-F10"]["numbers"][0]["here"] == 60
     assert fresh["S-F8"] == records["S-F8"]
 
 
@@ -401,7 +401,8 @@ def test_several_ranks_are_refused(claims, tmp_path):
 
 def test_a_claim_that_failed_shows_no_older_picture(claims, tmp_path):
     claims.results["SS-F10"] = finding(1)
-    assert "](paper-SS-F10.png)" in run(tmp_path, "--only SS-F10")["SS-F10"]["text"]
+    run(tmp_path, "--only SS-F10")
+    assert "](paper-SS-F10.png)" in (tmp_path / "paper.md").read_text()
     claims.results["SS-F10"] = ValueError("no memory")
     run(tmp_path, "--only SS-F10 --fresh")
     assert "](paper-SS-F10.png)" not in (tmp_path / "paper.md").read_text()
@@ -439,7 +440,7 @@ def test_few_sizes_and_names_are_bars_with_the_papers_numbers_on_them(tmp_path):
     for context in (1024, 2048):
         table.add(context, {"orca": 1.0, "sarathi": 1.25})
     table.add("all", {"sarathi": Bounded(1.5, "at least")})
-    half = replace(table["sarathi"], values={1024: 0.625})
+    half = 0.5 * table["sarathi"]
     in_seconds = replace(table["orca"], spec=".2f")
     found.publish("at 2K", 1.33, table["sarathi"], 2048)
     found.publish("in another table", 1.5, half, 1024, device="A100")
@@ -526,12 +527,23 @@ def test_capacities_of_a_quick_run_are_simulated(tiny):
 
 
 def test_the_papers_number_stands_beside_ours_in_a_table():
-    found = Finding()
+    found = Finding(tables=[PLOT])
     found.publish("first", 0.7, PLOT["vllm"], 1, unit=" ms")
-    found.publish("of another table", 0.9, replace(PLOT)["dynamic"].times(1), 1)
-    texts = report.numbers_in(PLOT, found.published)
+    found.publish("of no table", 0.9, 1 * PLOT["dynamic"], 1)
+    texts = found.numbers_in(PLOT)
     assert texts == {("vllm", 1): "0.70 ms"}
     assert "| 0.50 (paper: 0.70 ms) |" in PLOT.markdown(texts)
+
+
+def test_what_is_kept_of_a_claim_is_numbers_from_which_all_is_printed():
+    found = finding(Bounded(50.0, "at least"), shows=False)
+    found.publish("a name", Bounded(2.5, "below"), PLOT["vllm"], 3)
+    kept = json.loads(json.dumps(found.to_json()))
+    again = Finding.from_json(kept)
+    assert again.tables[0].lines == LINES and type(again.tables[0].xs[0]) is int
+    assert again.tables[0].lines["vllm"][3].bound == "at least"
+    assert (again.checks, again.published) == (found.checks, found.published)
+    assert again.why(busy=False) == found.why(busy=False) and again.published[1].paper.bound
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.id)

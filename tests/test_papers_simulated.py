@@ -17,15 +17,13 @@ from lab.claims.jobs import (
     Target,
     find_capacities,
     latencies,
-    most_at_once,
     serve,
 )
-from lab.claims.systems import FALCON_180B, LLAMA2_70B, MISTRAL_7B, YI_34B, Server
-from lab.commands.simulate import Simulated
+from lab.claims.systems import FALCON_180B, LLAMA2_70B, MISTRAL_7B, YI_34B
+from lab.commands.simulate import json_of
 from lab.measure import metrics
 from lab.measure.capacity import Bounded, values_above_quantile
 from lab.simulator.machine import base_of
-from request import Completion
 from tests.helpers import with_slow
 
 RESULTS = Path(__file__).parents[1] / "results/simulated/simulated.json"
@@ -47,7 +45,7 @@ FAST = ["sarathi", "serving", "bubbles", "throughput"]
 def test_numbers_are_those_of_the_results(name):
     findings = simulated(name)
     for claim in EXPERIMENTS[name].claims:
-        row = json.loads(json.dumps(Simulated(claim, findings[claim.id]).to_json()))
+        row = json.loads(json.dumps(json_of(claim, findings[claim.id])))
         assert nine_digits(row["numbers"]) == nine_digits(KEPT[claim.id]["numbers"])
         assert nine_digits(row["tables"]) == nine_digits(KEPT[claim.id]["tables"])
 
@@ -81,8 +79,8 @@ def test_cpu_time_is_in_every_stage_once():
     for name, table, added in (("serving", 0, [10, 10, 20, 20]), ("nodes", 0, 18 * [10])):
         run = None if name == "serving" else no_capacities
         busy, idle = [
-            list(simulated(name, cpu_ms=cpu_ms, **({"run": run} if run else {})).values())[0]
-            for cpu_ms in (10, 0)
+            list(simulated(name, cpu_s=cpu_s, **({"run": run} if run else {})).values())[0]
+            for cpu_s in (0.01, 0)
         ]
         differences = [
             line[x] - idle.tables[table].lines[key][x]
@@ -106,14 +104,14 @@ def test_capacities_are_those_at_the_slos_beside_them():
         scale = {"orca": 1.0, "vllm": 2.0}
         return [
             {
-                target: Bounded(scale.get(target.server.policy, 4.0) * target.slo_s)
+                target: Bounded(scale.get(target.policy, 4.0) * target.slo_s)
                 for target in job.targets
             }
             for job in jobs
         ]
 
     systems = {each.name: each for each in (MISTRAL_7B, YI_34B, LLAMA2_70B, FALCON_180B)}
-    for found in simulated("capacity", run=rates, cpu_ms=7.5).values():
+    for found in simulated("capacity", run=rates, cpu_s=7.5e-3).values():
         at_multiples, _, at_published, gains = found.tables
         for table, is_published in ((at_multiples, False), (at_published, True)):
             assert len(table.xs) == 2 * 2 * 2  # models, traces, SLOs
@@ -134,9 +132,9 @@ def test_capacities_are_those_at_the_slos_beside_them():
 def test_sarathi_serve_has_the_budgets_of_the_paper():
     """SS-§5.1: 512 tokens under the strict SLO, 1,536 or 2,048 under the relaxed one."""
     for system, relaxed in ((MISTRAL_7B, 2048), (LLAMA2_70B, 1536)):
-        assert system.servers("strict")["sarathi-serve"].policy == "sarathi-serve:512"
-        assert system.servers("relaxed")["sarathi-serve"].policy == f"sarathi-serve:{relaxed}"
-        assert system.servers("strict")["vllm"].policy == "vllm"
+        assert system.servers("strict")["sarathi-serve"] == ("sarathi-serve:512", 128)
+        assert system.servers("relaxed")["sarathi-serve"] == (f"sarathi-serve:{relaxed}", 128)
+        assert system.servers("strict")["vllm"] == ("vllm", 128)
 
 
 @pytest.mark.parametrize("name, milliseconds", [("stage_ms", (8, 1)), ("layer_ms", (7 * 12, 96))])
@@ -154,7 +152,6 @@ def test_cpu_time_of_figure_12_is_in_stages_or_in_layers(name, milliseconds):
 
 @pytest.mark.slow
 def test_targets_that_share_runs_have_the_capacities_they_have_alone(monkeypatch):
-    """A run whose batch was never full is that of other batch sizes, too."""
     runs = []
 
     def count_run(job, tbt_slo_s):
@@ -170,34 +167,14 @@ def test_targets_that_share_runs_have_the_capacities_they_have_alone(monkeypatch
         return bounds, len(runs)
 
     cases = product((4, 64, 128, 256), (0.3, 1))
-    targets = [Target(Server("vllm", batch), slo_s, 1.1) for batch, slo_s in cases]
+    targets = [Target("vllm", batch, slo_s, 1.1) for batch, slo_s in cases]
     together, count = capacities_of(*targets)
     alone = [capacities_of(target) for target in targets]
     assert together == {
         target: bounds[target] for target, (bounds, _) in zip(targets, alone, strict=True)
     }
-    assert count < sum(of_target for _, of_target in alone) / 2
+    assert count < sum(of_target for _, of_target in alone)
     assert len({qps for qps, _ in together.values()}) > 2  # the smallest batch has less capacity
-
-
-def test_most_requests_at_once():
-    def completion(scheduled, *token_times, reason="length"):
-        return Completion(
-            request_id=0,
-            prompt=[],
-            arrival=0.0,
-            scheduled=scheduled,
-            token_times=list(token_times),
-            finish_reason=reason,
-        )
-
-    one = completion(0.0, 1.0, 2.0)
-    other = completion(1.5, 3.0)
-    later = completion(2.0, 4.0)
-    assert most_at_once([]) == most_at_once([completion(None, reason="abort")]) == 0
-    assert most_at_once([one, later]) == 1  # it begins when the other has ended
-    assert most_at_once([later, other, one]) == 2
-    assert most_at_once([completion(0.0, 1.0, reason="abort"), other, later]) == 3
 
 
 @pytest.mark.slow
@@ -205,7 +182,7 @@ def test_most_requests_at_once():
 def test_a_run_is_given_up_only_if_it_misses_the_slo_to_its_end(policy):
     given_up = set()
     for qps, slo_s in product((0.2, 0.8, 4.0), (0.05, 0.2, 1.0)):
-        job = ServingJob(YI_34B.cost(0.0), Server(policy, 16), "sharegpt4", qps, requests=64)
+        job = ServingJob(YI_34B.cost(0.0), policy, 16, "sharegpt4", qps, requests=64)
         run = serve(job, slo_s)
         missed = metrics.missed(latencies(job), slo_s)
         given_up.add(bool(run.cut_short))
@@ -227,7 +204,7 @@ def test_so_many_long_values_lift_a_quantile(count, quantile):
 
 
 def test_a_short_run_says_so():
-    short = Setup(requests=16, cpu_ms=7.5)
+    short = Setup(requests=16, cpu_s=7.5e-3)
     text = "7.5 ms of CPU per stage, 16 requests: too short a run, gains need 256 or more"
     assert str(short) == text
-    assert str(replace(short, requests=256, cpu_ms=0)) == "no CPU time, 256 requests"
+    assert str(replace(short, requests=256, cpu_s=0)) == "no CPU time, 256 requests"

@@ -7,10 +7,12 @@ tell of. Short ones to begin with: s_f13 and ss_f9b.
 S is SARATHI, SS Sarathi-Serve, B a post on schedulers, C a Chinese post, "SARATHI 之 Chunked
 Prefill"; F is a figure, T a table. Read first: phases.py. Read next: offline.py."""
 
+from itertools import product
+
 from lab.claims.checks import falls, less, rises
 from lab.claims.claim import LLAMA_13B, YI_34B, Finding, claim
 from lab.claims.labs import Lab
-from lab.claims.table import Table, over
+from lab.claims.table import Table, line, over
 from lab.measure.batch_times import TimedChunk, chunks_of, decodes, prompts
 from lab.measure.capacity import Bounded
 
@@ -60,55 +62,43 @@ def s_f8(lab: Lab) -> Finding:
                     "prefill": hybrid.prefill_only.prefill_token_ms,
                 },
             )
-    largest = max(size for sizes in batch_sizes.values() for size in sizes)
-    lines = speedups.all_lines()
-    for line in lines:
-        finding.expect(less(1, line), SHARES_READING, lab.ridge_above(largest))
-        finding.expect(falls(line), SHARES_READING, lab.ridge_above(largest))
-    shortest = lines[0]
-    longest = lines[-1]
+    largest = max(map(max, batch_sizes.values()))
+    for speedup in speedups:
+        for check in (less(1, speedup), falls(speedup)):
+            finding.expect(check, SHARES_READING, lab.ridge_above(largest))
+    shortest, *_, longest = speedups
     finding.expect(
         less(longest, shortest),
         "Riding spares no reading of keys, and longer contexts have more.",
         lab.ridge_above(4 * largest),
     )
     publish_table_2(lab, finding)
-    finding.publish("decode speedup, largest", 10, shortest, shortest.x_of_largest())
-    finding.publish("decode speedup, smallest", 2.8, longest, longest.x_of_smallest())
+    finding.publish("decode speedup, largest", 10, shortest, max)
+    finding.publish("decode speedup, smallest", 2.8, longest, min)
     return finding
 
 
 def publish_table_2(lab: Lab, finding: Finding) -> None:
     """Add Table 2: a prompt, four decodes, and three of them beside a chunk."""
     whole = lab.scaled(1024)
-    hybrid = lab.decode_maximal(context=whole, batch=4, chunk=whole)
-    speedup = Table("Table 2", x="context", spec=".1fx")
-    speedup.add(whole, {"decode speedup": hybrid.speedup})
-    table_2 = finding.table("Table 2", x="batch", y="ms", spec=".2f")
-    batches = {"prefill": hybrid.prompt, "decodes": hybrid.decode_only}
-    for name, row in (batches | {"both": hybrid.decode_maximal}).items():
-        linear_ms = row.products_ms - row.head_ms
-        table_2.add(name, {"linear": linear_ms, "attention": row.attention_ms})
-        table_2.add(name, {"a decode": row.decode_token_ms})
-    finding.expect(less(1, speedup["decode speedup"]), SHARES_READING, lab.ridge_above(4))
-    finding.publish(
-        "decode speedup, 1,021 + 3 tokens, Table 2", 12.49 / 1.2, speedup["decode speedup"], whole
-    )
-    published = {
-        "prefill": {"linear": 224.8, "attention": 10},
-        "decodes": {"linear": 44.28, "attention": 5.68, "a decode": 12.49},
-        "both": {"linear": 223.2, "attention": 15.2, "a decode": 1.2},
+    times = lab.decode_maximal(context=whole, batch=4, chunk=whole)
+    name = "decode speedup"
+    speedup = line(name, {whole: times.speedup}, title="Table 2", x="context", spec=".1fx")
+    finding.expect(less(1, speedup), SHARES_READING, lab.ridge_above(4))
+    finding.publish(f"{name}, 1,021 + 3 tokens, Table 2", 12.49 / 1.2, speedup, whole)
+    table = finding.table("Table 2", x="batch", y="ms", spec=".2f")
+    batches = {
+        "prefill": (times.prompt, {"linear": 224.8, "attention": 10}),
+        "decodes": (times.decode_only, {"linear": 44.28, "attention": 5.68, "a decode": 12.49}),
+        "both": (times.decode_maximal, {"linear": 223.2, "attention": 15.2, "a decode": 1.2}),
     }
-    for batch, row in published.items():
-        for part, paper_ms in row.items():
-            finding.publish(
-                f"{part}, {batch} of Table 2",
-                paper_ms,
-                table_2[part],
-                batch,
-                within=None,
-                unit=" ms",
-            )
+    for batch, (time, published) in batches.items():
+        linear_ms = time.products_ms - time.head_ms
+        table.add(batch, {"linear": linear_ms, "attention": time.attention_ms})
+        table.add(batch, {"a decode": time.decode_token_ms})
+        for part, paper_ms in published.items():
+            text = f"{part}, {batch} of Table 2"
+            finding.publish(text, paper_ms, table[part], batch, within=None, unit=" ms")
 
 
 @claim("What riding saves a decode: weights, or keys and values", seconds=(1, 1))
@@ -120,7 +110,7 @@ def c_1(lab: Lab) -> Finding:
     costs as before, 1.73 ms a decode riding and 1.42 alone in its Table 2; linear layers cost a
     decode 11.07 ms alone and nothing that can be measured riding."""
     batches = lab.pick(  # {context: the largest batch of S-F8}
-        gpu={1024: 18, 2048: 10, 3072: 6},
+        {1024: 18, 2048: 10, 3072: 6},
         cpu={512: 18, 1024: 18, 2048: 18},
         quick={256: 18, 512: 18},
     )
@@ -128,31 +118,23 @@ def c_1(lab: Lab) -> Finding:
     table = finding.table("a decode riding over alone", x="context", y="times", spec=".2f")
     for context, batch in batches.items():
         times = lab.decode_maximal(context=context, batch=batch, chunk=lab.scaled(256))
-        alone = times.decode_only
-        hybrid = times.decode_maximal
-        prefill = times.prefill_only
-        attention_ms = (hybrid.attention_ms - prefill.attention_ms) / (batch - 1)
-        products_ms = (hybrid.products_ms - prefill.products_ms) / (batch - 1)
-        table.add(
-            context,
-            {
-                "attention": over(attention_ms, alone.attention_ms / batch),
-                "linear": over(products_ms, alone.products_ms / batch),
-            },
-        )
-    attention = table["attention"]
+        rows = (times.decode_maximal, times.prefill_only, times.decode_only)
+        attention_ms = [row.attention_ms for row in rows]
+        linear_ms = [row.products_ms for row in rows]
+        for name, parts_ms in {"attention": attention_ms, "linear": linear_ms}.items():
+            hybrid_ms, prefill_ms, alone_ms = parts_ms
+            riding_ms = (hybrid_ms - prefill_ms) / (batch - 1)
+            table.add(context, {name: over(riding_ms, alone_ms / batch)})
+    attention, linear = table
     finding.expect(less(0.5, attention, 2, at="end"), OWN_KEYS)
     finding.expect(
-        less(table["linear"], 0.8),
+        less(linear, 0.8),
         "Riding decodes are rows beside a chunk that reads the weights anyway.",
         lab.ridge_above(max(batches.values())),
     )
-    finding.publish(
-        "attention of a decode, riding over alone, Table 2",
-        (15.2 - 10) / 3 / (5.68 / 4),
-        attention,
-        max(batches),
-    )
+    paper = (15.2 - 10) / 3 / (5.68 / 4)
+    text = "attention of a decode, riding over alone, Table 2"
+    finding.publish(text, paper, attention, max(batches))
     return finding
 
 
@@ -162,7 +144,7 @@ def request_level_over_sarathi(lab: Lab, pieces: int) -> Finding:
 
     Prompts are cut into so many pieces, as many as carry all decodes: P:D = C / (B - 1)."""
     length = lab.scaled(1024)  # of a request, prompt and output
-    batch_sizes = lab.pick(gpu=[6, 18], quick=[6])
+    batch_sizes = lab.pick([6, 18], quick=[6])
     finding = Finding(LLAMA_13B)
     seconds = finding.table(f"batch {batch_sizes[-1]}", x="", y="s", spec=".3g", form="stacked")
     ratios = finding.table("request-level over sarathi", x="batch", y="times less")
@@ -174,16 +156,17 @@ def request_level_over_sarathi(lab: Lab, pieces: int) -> Finding:
         riding = decodes(batch - 1, context)
         sarathi = [alone + riding for alone in chunks_of(prompt, prompt // pieces)] * batch
         times = lab.time({"request-level": request_level, "sarathi": sarathi})
-        whole = times["request-level"]
-        chunked = times["sarathi"]
-        names = ("ffn_ln1", "ffn_ln2", "preproj", "postproj")
-        ratios.add(batch, {name: whole.parts_ms[name] / chunked.parts_ms[name] for name in names})
+        for policy, time in times.items():  # those of the last batch stay
+            seconds.add(policy, {name: ms / 1e3 for name, ms in time.parts_ms.items()})
+        whole, chunked = times.values()
+        for name in ("ffn_ln1", "ffn_ln2", "preproj", "postproj"):
+            ratios.add(batch, {name: whole.parts_ms[name] / chunked.parts_ms[name]})
         ratios.add(batch, {"linear": whole.products_ms / chunked.products_ms})
         ratios.add(batch, {"attention": whole.attention_ms / chunked.attention_ms})
-        if batch == batch_sizes[-1]:
-            for policy, time in times.items():
-                seconds.add(policy, {name: ms / 1e3 for name, ms in time.parts_ms.items()})
     return finding
+
+
+FFN_GAIN = 1.6  # published
 
 
 @claim("Time by operation for the same requests, request-level against SARATHI", seconds=(5, 55))
@@ -200,11 +183,9 @@ def s_f10(lab: Lab) -> Finding:
     finding.expect(
         less(0.4, ratios["attention"]), "Four pieces read a prompt's keys 2.5 times at most."
     )
-    ffn = ratios["ffn_ln1"]
-    preproj = ratios["preproj"]
-    finding.publish("ffn, largest", 1.6, ffn, ffn.x_of_largest())
-    finding.publish("ffn, smallest", 1.3, ffn, ffn.x_of_smallest())
-    finding.publish("preproj, largest", 1.38, preproj, preproj.x_of_largest())
+    finding.publish("ffn, largest", FFN_GAIN, ratios["ffn_ln1"], max)
+    finding.publish("ffn, smallest", 1.3, ratios["ffn_ln1"], min)
+    finding.publish("preproj, largest", 1.38, ratios["preproj"], max)
     return finding
 
 
@@ -221,19 +202,19 @@ def s_f10b(lab: Lab) -> Finding:
     for batch in halves.xs:
         linear.add(batch, {"chunks of 256": quarters["linear"].at(batch)})
         linear.add(batch, {"chunks of 512": halves["linear"].at(batch)})
-    of_256 = linear["chunks of 256"]
-    of_512 = linear["chunks of 512"]
+    of_256, of_512 = linear
     first = int(halves.xs[0])
-    length = lab.scaled(1024)
+    half = lab.scaled(512)
     half_ride = "Half as many decodes are spared a reading of the weights."
-    finding.expect(less(of_512, of_256, at="start"), half_ride, lab.ridge_below(length // 4))
-    finding.expect(less(1.02, of_512), half_ride, lab.riding_pays(first, length // 2))
+    finding.expect(less(of_512, of_256, at="start"), half_ride, lab.ridge_below(half // 2))
+    finding.expect(less(1.02, of_512), half_ride, lab.riding_pays(first, half))
     finding.expect(
         less(0.4, halves["attention"]),
         "Even four pieces would read the keys of a prompt 2.5 times at most.",
     )
-    finding.publish("ffn in chunks of 256, up to", 1.6, quarters["ffn_ln1"], first)
-    finding.publish("ffn in chunks of 512", Bounded(1.6, "below"), halves["ffn_ln1"], first)
+    finding.publish("ffn in chunks of 256, up to", FFN_GAIN, quarters["ffn_ln1"], first)
+    less_than_that = Bounded(FFN_GAIN, "below")
+    finding.publish("ffn in chunks of 512", less_than_that, halves["ffn_ln1"], first)
     return finding
 
 
@@ -243,17 +224,15 @@ def s_f13(lab: Lab) -> Finding:
 
     In the cost model a chunk of 64 takes as long as one tile of 128, and longer in the paper."""
     length = lab.scaled(1024)
-    sizes = lab.pick(gpu=[64, 128, 256, 512], quick=[32, 64, 128])
+    sizes = lab.pick([64, 128, 256, 512], quick=[32, 64, 128])
     finding = Finding(LLAMA_13B)
     table = finding.table(x="chunk", y="times that of the whole prompt", log="x")
     for chunk in sizes:
         times = lab.time({"chunks": chunks_of(length, chunk), "whole": [prompts(1, length)]})
-        chunks = times["chunks"]
-        whole = times["whole"]
+        chunks, whole = times.values()
         table.add(chunk, {"attention": chunks.attention_ms / whole.attention_ms})
         table.add(chunk, {"prefill": chunks.total_ms / whole.total_ms})
-    attention = table["attention"]
-    prefill = table["prefill"]
+    attention, prefill = table
     # if the second of two chunks computed the first again, the last would be 1.5
     last = less(prefill, 1.25, at="end")
     finding.expect(falls(attention), "Each chunk reads the keys of all chunks before it again.")
@@ -276,43 +255,33 @@ def ss_f9(lab: Lab) -> Finding:
     """SS-F9: beside a whole prompt decodes take many times as long, beside a chunk a few.
 
     The paper's text says neither its model nor its batch."""
-    chunk = lab.pick(gpu=250, quick=58)
-    lengths = lab.pick(gpu=[512, 1024, 2048, 4096], cpu=[512, 1024, 2048], quick=[128, 512])
+    chunk = lab.pick(250, quick=58)
+    lengths = lab.pick([512, 1024, 2048, 4096], cpu=[512, 1024, 2048], quick=[128, 512])
     riding = decodes(6, lab.scaled(1024))
     finding = Finding("A100, model not said")
     table = finding.table(x="prompt", y="times the decodes alone", spec=".1fx", log="xy")
     for length in lengths:
-        case = {
-            "alone": [riding],
-            "prompt": [prompts(1, length) + riding],
-            "chunk": [(TimedChunk(chunk, length), *riding)],
-        }
-        times = lab.time(case)
-        alone_ms = times["alone"].total_ms
-        table.add(length, {"with a prompt": times["prompt"].total_ms / alone_ms})
-        table.add(length, {"with a chunk": times["chunk"].total_ms / alone_ms})
-    prompt = table["with a prompt"]
-    with_chunk = table["with a chunk"]
-    twice = less(with_chunk.times(2), prompt, at="end")
+        times = lab.time(
+            {
+                "alone": [riding],
+                "with a prompt": [prompts(1, length) + riding],
+                "with a chunk": [(TimedChunk(chunk, length), *riding)],
+            }
+        )
+        alone_ms = times.pop("alone").total_ms
+        table.add(length, {name: time.total_ms / alone_ms for name, time in times.items()})
+    prompt, with_chunk = table
     finding.expect(
-        twice,
+        less(2 * with_chunk, prompt, at="end"),
         "The prompt has many times the rows of a chunk, and all must be computed.",
         lab.ridge_below(lengths[-1] / 2),
     )
     half_the_rows = (chunk + len(riding)) / 2
     finding.expect(less(with_chunk, 3), TWICE_THE_ROWS, lab.ridge_above(half_the_rows))
-    finding.publish(
-        "TBT beside a whole prompt over that of decodes alone, at most",
-        28.3,
-        prompt,
-        prompt.x_of_largest(),
-    )
-    finding.publish(
-        "TBT beside a chunk over that of decodes alone, a reader's note",
-        Bounded(3, "below"),
-        with_chunk,
-        with_chunk.x_of_largest(),
-    )
+    over_alone = "over that of decodes alone"
+    finding.publish(f"TBT beside a whole prompt {over_alone}, at most", 28.3, prompt, max)
+    text = f"TBT beside a chunk {over_alone}, a reader's note"
+    finding.publish(text, Bounded(3, "below"), with_chunk, max)
     return finding
 
 
@@ -322,31 +291,24 @@ def ss_f9b(lab: Lab) -> Finding:
 
     The caption of Figure 9: the relative impact of a chunk falls with batch size and context."""
     short = lab.scaled(512)
-    batch_sizes = lab.pick(gpu=[2, 6, 18], cpu=[2, 8, 32], quick=[2, 16])
+    batch_sizes = lab.pick([2, 6, 18], cpu=[2, 8, 32], quick=[2, 16])
     finding = Finding()
-    table = finding.table(
-        "a batch with a chunk over the decodes alone", x="decodes", y="times as long", log="x"
-    )
-    for context in (short, 4 * short):
-        for size in batch_sizes:
-            riding = decodes(size, context)
-            chunk = TimedChunk(lab.scaled(256) - size, short)
-            times = lab.time({"alone": [riding], "chunk": [(chunk, *riding)]})
-            ratio = times["chunk"].total_ms / times["alone"].total_ms
-            table.add(size, {f"context {context:,}": ratio})
-    at_short, at_long = table.all_lines()
+    title = "a batch with a chunk over the decodes alone"
+    table = finding.table(title, x="decodes", y="times as long", log="x")
+    for context, size in product((short, 4 * short), batch_sizes):
+        riding = decodes(size, context)
+        chunk = TimedChunk(lab.scaled(256) - size, short)
+        times = lab.time({"alone": [riding], "chunk": [(chunk, *riding)]})
+        ratio = times["chunk"].total_ms / times["alone"].total_ms
+        table.add(size, {f"context {context:,}": ratio})
+    at_short, at_long = table
     finding.expect(falls(at_long), "More decodes take longer, and leave the chunk fewer tokens.")
     finding.expect(
-        less(at_long, at_short.times(1.05), at="end"),
+        less(at_long, 1.05 * at_short, at="end"),
         "Decodes at a longer context read more keys; the chunk does not.",
     )
-    finding.publish(
-        "with a chunk over decodes alone, at most: a reader's note to Figure 9",
-        3,
-        at_short,
-        batch_sizes[0],
-        within=None,
-    )
+    text = "with a chunk over decodes alone, at most: a reader's note to Figure 9"
+    finding.publish(text, 3, at_short, batch_sizes[0], within=None)
     return finding
 
 
@@ -370,12 +332,8 @@ def ss_f14(lab: Lab) -> Finding:
     2K 1.152 times as long, of 1,024 1.175. There chunks save the masked half of attention, so that
     long prompts take less time in them. In the cost model the shortest prompt is fitted: without it
     512 tokens would take 10 ms less, and 1,024 33. The others are predicted."""
-    lengths = lab.pick(
-        gpu=[length for length in FIGURE_14 if lab.fits(length)],
-        cpu=[512, 1024, 2048],
-        quick=[128, 256],
-    )
-    chunk_sizes = lab.pick(gpu=[512, 1024, 2048], cpu=[128, 256, 512], quick=[32, 64, 128])
+    lengths = lab.pick(list(filter(lab.fits, FIGURE_14)), cpu=[512, 1024, 2048], quick=[128, 256])
+    chunk_sizes = lab.pick([512, 1024, 2048], cpu=[128, 256, 512], quick=[32, 64, 128])
     finding = Finding(YI_34B)
     table = finding.table(x="prompt", y="times that of the whole prompt", log="x")
     seconds = finding.table("whole prompts", x="prompt", y="ms", spec=",.0f", log="xy")
@@ -385,24 +343,19 @@ def ss_f14(lab: Lab) -> Finding:
         whole_ms = times["whole"].total_ms
         table.add(length, {name: times[name].total_ms / whole_ms for name in sequences})
         seconds.add(length, {"whole": whole_ms})
-    smallest, _, largest = table.all_lines()
+    smallest, _, largest = table
     # if each chunk computed those before it again, four would take 2.5 times
     finding.expect(less(smallest, 2), ROWS_ABOVE_RIDGE, lab.ridge_below(chunk_sizes[0]))
-    quarter = Bounded(1.25, "below")
-    finding.publish("prefill in chunks of 512, at most", quarter, smallest, smallest.x_of_largest())
-    finding.publish(
-        "prefill in chunks of 2,048: negligible, here a twentieth",
-        Bounded(1.05, "below"),
-        largest,
-        largest.x_of_largest(),
-    )
-    for length, prompt in zip(lengths, FIGURE_14, strict=False):
-        whole_ms, *ratios = FIGURE_14[prompt]
+    finding.publish("prefill in chunks of 512, at most", Bounded(1.25, "below"), smallest, max)
+    text = "prefill in chunks of 2,048: negligible, here a twentieth"
+    finding.publish(text, Bounded(1.05, "below"), largest, max)
+    for length, (prompt, published) in zip(lengths, FIGURE_14.items(), strict=False):
+        whole_ms, *ratios = published
         text = f"{prompt:,} tokens, the authors' data"
         finding.publish(text, whole_ms, seconds["whole"], length, within=None, unit=" ms")
-        for line, ratio in zip(table.all_lines(), ratios, strict=True):
-            within = 3 if line == smallest and length == lengths[0] else None
-            finding.publish(f"{text}, {line.name}", ratio, line, length, within=within)
+        for in_chunks, ratio in zip(table, ratios, strict=True):
+            within = 3 if in_chunks == smallest and length == lengths[0] else None
+            finding.publish(f"{text}, {in_chunks.name}", ratio, in_chunks, length, within=within)
     return finding
 
 
@@ -418,14 +371,16 @@ def b_2(lab: Lab) -> Finding:
         if end == length:
             case["with the prompt"] = [prompts(1, length) + riding]
         table.add(end, {name: time.total_ms for name, time in lab.time(case).items()})
-    with_chunk = table["with a chunk"].over(table["decodes alone"], spec=".2fx")
-    with_prompt = table["with the prompt"].over(table["decodes alone"], spec=".2fx")
-    in_chunks = list(with_chunk.known.values())
+    alone, chunk_ms, prompt_ms = table
+    with_chunk = chunk_ms / alone
+    with_prompt = prompt_ms / alone
+    paper_prompt = 300 / 30
+    paper_chunk = 35 / 30
     lanes = {
         "here, whole": [with_prompt.at(length)],
-        "the post's, whole": [300 / 30],
-        "here, in chunks": in_chunks,
-        "the post's, in chunks": [35 / 30] * len(in_chunks),
+        "the post's, whole": [paper_prompt],
+        "here, in chunks": list(with_chunk.known.values()),
+        "the post's, in chunks": [paper_chunk] * len(with_chunk.known),
     }
     finding = Finding("70B")
     unit = "time, in iterations of decodes alone"
@@ -433,25 +388,20 @@ def b_2(lab: Lab) -> Finding:
     for lane, with_a_part in lanes.items():  # two of decodes alone before and after
         for number, duration in enumerate([1, 1, *with_a_part, 1, 1], 1):
             steps.add(number, {lane: duration})
-    three_times = less(table["with a chunk"].times(3), table["with the prompt"], at="end")
     finding.expect(
-        three_times,
+        less(3 * chunk_ms, prompt_ms, at="end"),
         "The prompt has eight times the rows of a chunk, and all are computed.",
         lab.ridge_below(2 * chunk),
     )
     half_the_rows = (chunk + len(riding)) / 2
     finding.expect(less(with_chunk, 3), TWICE_THE_ROWS, lab.ridge_above(half_the_rows))
-    finding.publish(
-        "a step with the prompt over one of decodes alone", 300 / 30, with_prompt, length
-    )
-    finding.publish("a step with a chunk over one of decodes alone", 35 / 30, with_chunk, length)
-    prompt_ms = table["with the prompt"]
+    of_alone = "over one of decodes alone"
+    finding.publish(f"a step with the prompt {of_alone}", paper_prompt, with_prompt, length)
+    finding.publish(f"a step with a chunk {of_alone}", paper_chunk, with_chunk, length)
     finding.publish("a step with the prompt", 300, prompt_ms, length, within=None, unit=" ms")
     return finding
 
 
-# The post's table of token budgets: prompt tokens beside 32 decodes -> ms of an iteration of a 70B
-# model on an H100. It allows 2 * 1.7e9 * 80 flops a token, of 136e9 parameters, at 800 TFLOP/s.
 BUDGET_TABLE_MS = {0: 21, 128: 72, 256: 126, 512: 237, 1024: 460}
 TIMELINE_MS = {0: 30, 256: 35}  # its timeline of chunks of 256, the same model
 
@@ -468,38 +418,34 @@ def b_3(lab: Lab) -> Finding:
     and no reading of weights: 10.9 ms for the products of 32 rows, a fifth of those of 160, where
     140 GB take 42 ms at an H100's 3.35 TB/s."""
     riding = decodes(32, lab.scaled(512))
-    cases = {}
-    for tokens in BUDGET_TABLE_MS:
-        chunk = [TimedChunk(tokens, tokens)] if tokens else []
-        cases[str(tokens)] = [(*chunk, *riding)]
-    times = lab.time(cases)
+    chunks = {tokens: [TimedChunk(tokens, tokens)] if tokens else [] for tokens in BUDGET_TABLE_MS}
+    times = lab.time({str(tokens): [(*chunk, *riding)] for tokens, chunk in chunks.items()})
+    alone = times["0"]
     finding = Finding("70B, H100")
     longer = finding.table("over 32 decodes alone", x="prompt tokens", y="times")
     ms = finding.table("an iteration with 32 decodes", x="prompt tokens", y="ms", spec=".1f")
-    products = finding.table("products of 160 rows over those of 32", x="", y="times")
     for tokens, table_ms in BUDGET_TABLE_MS.items():
         total_ms = times[str(tokens)].total_ms
         ms.add(tokens, {"here": total_ms})
-        longer.add(
-            tokens,
-            {
-                "here": over(total_ms, times["0"].total_ms),
-                "the post's table": table_ms / BUDGET_TABLE_MS[0],
-                "the post's timeline": over(TIMELINE_MS.get(tokens), TIMELINE_MS[0]),
-            },
-        )
-    products.add("rows", {"here": over(times["128"].products_ms, times["0"].products_ms)})
-    here = longer["here"]
+        longer.add(tokens, {"here": over(total_ms, alone.total_ms)})
+        longer.add(tokens, {"the post's table": table_ms / BUDGET_TABLE_MS[0]})
+        timeline = over(TIMELINE_MS.get(tokens), TIMELINE_MS[0])
+        longer.add(tokens, {"the post's timeline": timeline})
+    title = "products of 160 rows over those of 32"
+    products = finding.table(title, x="", y="times")
+    products.add("rows", {"here": over(times["128"].products_ms, alone.products_ms)})
+    here, in_table, in_timeline = longer
     finding.expect(rises(here), "Each token is a row more for all products.")
     finding.expect(
         less(products["here"], 4.9),
         "The weights are read once, for 32 rows or for five times as many.",
         lab.ridge_above(32),
     )
-    finding.publish("256 tokens beside 32 decodes, its table", 126 / 21, here, 256)
-    finding.publish(
-        "256 tokens beside 32 decodes, its timeline", 35 / 30, here, 256, device="70B", within=None
-    )
-    finding.publish("1,024 tokens, its table", 460 / 21, here, 1024)
-    finding.publish("32 decodes alone", 21, ms["here"], 0, within=None, unit=" ms")
+    text = "256 tokens beside 32 decodes, its"
+    finding.publish(f"{text} table", in_table.known[256], here, 256)
+    timeline = in_timeline.known[256]
+    finding.publish(f"{text} timeline", timeline, here, 256, device="70B", within=None)
+    finding.publish("1,024 tokens, its table", in_table.known[1024], here, 1024)
+    alone_ms = BUDGET_TABLE_MS[0]
+    finding.publish("32 decodes alone", alone_ms, ms["here"], 0, within=None, unit=" ms")
     return finding

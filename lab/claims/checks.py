@@ -56,7 +56,7 @@ class Check:
     @property
     def reason(self) -> str:
         """What is checked, where, and why it must show: a sentence."""
-        where = "" if self.where is ANYWHERE else f", where {self.where.description}"
+        where = "" if self.where == ANYWHERE else f", where {self.where.description}"
         title = f"{self.title}: " if self.title else ""
         return f"{title}{self.description}{where}: {self.because}"
 

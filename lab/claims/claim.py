@@ -17,13 +17,13 @@ labs.py. Read next: phases.py."""
 import inspect
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from cli.tables import show
 from lab.claims.checks import ANYWHERE, Check, Condition
-from lab.claims.table import Line, Table, X, Y
+from lab.claims.table import Extreme, Line, Table, X, Y, from_text, plain
 from lab.measure.capacity import Bounded
 
 Verdict = Literal["as in the paper", "trend only", "not seen here", "too busy to tell"]
@@ -42,17 +42,17 @@ class Published:
 
     text: str  # what the paper measured: "gain at 1K, B = 6"
     paper: float
-    line: Line  # which has our number
+    here: Y  # our number; None if it is not known
+    line: str  # the name of the line that has ours
+    table: int | None  # the number of the table that shows this line
+    x: str  # what is on the axis of that line
     at: X
+    spec: str  # the format of both numbers
+    timed: bool  # whether ours depends on times that were measured
     device: str  # the paper's model and GPU: "LLaMA-13B, A6000"
     is_of_another_device: bool  # than the other numbers of the claim
     within: float | None  # None: depends on the machine, and is shown only
     unit: str  # stands after both numbers, with its space
-
-    @property
-    def here(self) -> Y:
-        """Our number; None if it is not known."""
-        return self.line.at(self.at)
 
     @property
     def is_same_size(self) -> bool:
@@ -61,7 +61,7 @@ class Published:
             return True
         if self.here is None:
             return False
-        no_effect = 1.0 if self.line.spec.endswith("x") else 0.0
+        no_effect = 1.0 if self.spec.endswith("x") else 0.0
         share = (self.here - no_effect) / (self.paper - no_effect)
         bound = self.paper.bound if isinstance(self.paper, Bounded) else ""
         is_large_enough = bound == "below" or share >= 1 / self.within
@@ -79,24 +79,22 @@ class Published:
             return math.inf
         return self.here / self.paper - 1
 
-    def is_in(self, table: Table) -> bool:
-        """Whether a table shows the line that has our number."""
-        return self.line.values is table.lines.get(self.line.name)
-
     @property
     def paper_text(self) -> str:
         """The paper's number with its unit: "1.33x"."""
-        return f"{show(self.paper, self.line.spec)}{self.unit}"
+        return f"{show(self.paper, self.spec)}{self.unit}"
 
     @property
     def here_text(self) -> str:
         """Our number with its unit and where it was measured: "1.26x at context 512"."""
         if self.here is None:
             return "-"
-        number = f"{show(self.here, self.line.spec)}{self.unit}"
-        if isinstance(self.at, str):
-            return f"{number}, {self.at}"
-        return f"{number} at {self.line.table.x} {self.at:,g}"
+        number = f"{show(self.here, self.spec)}{self.unit}"
+        return (
+            f"{number}, {self.at}"
+            if isinstance(self.at, str)
+            else f"{number} at {self.x} {self.at:,g}"
+        )
 
     def __str__(self) -> str:
         """Both numbers: "gain at 1K, B = 6: 1.33x, here 1.26x at context 512"."""
@@ -113,9 +111,9 @@ class Finding:
     published: list[Published] = field(default_factory=list)  # the first stands in summaries
     has_picture: bool = False  # whether it was drawn already, otherwise than as its tables
 
-    def table(self, title: str = "", **fields: Any) -> Table:
+    def table(self, *fields: Any, **more_fields: Any) -> Table:
         """A new Table of these fields, which is shown."""
-        self.tables.append(Table(title, **fields))
+        self.tables.append(Table(*fields, **more_fields))
         return self.tables[-1]
 
     def expect(self, check: Check, because: str, where: Condition = ANYWHERE) -> None:
@@ -127,18 +125,26 @@ class Finding:
         text: str,
         paper: float,
         line: Line,
-        at: X,
+        at: X | Extreme,
         *,
         device: str | None = None,
         within: float | None = SAME_SIZE,
         unit: str = "",
     ) -> None:
-        """Add a number of the paper; ours is that of `line` at `at`. See Published."""
+        """Add a number of the paper; ours is that of `line` at `at`, which may be `max` or `min`:
+        where the line is largest or smallest. See Published."""
+        x = line.x_of(at) if callable(at) else at
+        shown = [line.values is table.lines.get(line.name) for table in self.tables]
         number = Published(
             text=text,
             paper=paper,
-            line=line,
-            at=at,
+            here=line.at(x),
+            line=line.name,
+            table=shown.index(True) if any(shown) else None,
+            x=line.table.x,
+            at=x,
+            spec=line.spec,
+            timed=line.timed,
             device=self.device if device is None else device,
             is_of_another_device=device is not None,
             within=within,
@@ -149,8 +155,8 @@ class Finding:
     @property
     def is_timed(self) -> bool:
         """Whether the verdict depends on measured times, not only on what is counted."""
-        compared = [number.line for number in self.published if number.within is not None]
-        return any(check.timed for check in self.checks) or any(line.timed for line in compared)
+        compared = [number for number in self.published if number.within is not None]
+        return any(each.timed for each in (*self.checks, *compared))
 
     def failures(self, busy: bool = False) -> list[Check]:
         """The checks that do not hold. Of a busy machine those count that compare no times."""
@@ -168,12 +174,40 @@ class Finding:
 
     def why(self, busy: bool) -> str:
         """The reason for a verdict other than "as in the paper"; "" for that one."""
-        verdict = self.verdict(busy)
-        if verdict == "not seen here":
-            return "; ".join(str(check) for check in self.failures(busy))
-        if verdict == "too busy to tell":
+        if self.verdict(busy) == "too busy to tell":
             return "other programs used the machine"
-        return "; ".join(str(number) for number in self.published if not number.is_same_size)
+        others = [number for number in self.published if not number.is_same_size]
+        return "; ".join(map(str, self.failures(busy) or others))
+
+    def numbers_in(self, table: Table) -> dict[tuple[str, X], str]:
+        """The texts of the paper's numbers whose place is in a table, {(line, x): text}."""
+        texts: dict[tuple[str, X], dict[str, None]] = {}
+        for number in self.published:
+            if number.table is not None and self.tables[number.table] is table:
+                texts.setdefault((number.line, number.at), {})[number.paper_text] = None
+        return {place: ", ".join(each) for place, each in texts.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers, and what is said of them."""
+        return {
+            "numbers": [
+                asdict(each) | {"paper": plain(each.paper), "here": plain(each.here)}
+                for each in self.published
+            ],
+            "checks": [asdict(check) for check in self.checks],
+            "tables": [table.to_json() for table in self.tables],
+        }
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> "Finding":
+        """The Finding of to_json()."""
+        finding = cls(tables=[Table.from_json(table) for table in row["tables"]])
+        for check in row["checks"]:
+            finding.checks.append(Check(**check | {"where": Condition(**check["where"])}))
+        for number in row["numbers"]:
+            bounded = {name: from_text(number[name]) for name in ("paper", "here")}
+            finding.published.append(Published(**number | bounded))
+        return finding
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ batches.py, offline.py, cost_lab.py. Read next: capacities.py."""
 
 from dataclasses import dataclass, replace
 from itertools import product
+from statistics import median
 
 from config import EngineConfig
 from lab.claims.claim import Finding, claim
@@ -264,7 +265,7 @@ def figure_12_gains(runs: dict[str, OfflineRun]) -> dict[str, float | None]:
         "SARATHI over replicas": replicas.makespan_s / sarathi.makespan_s,
         "SARATHI over Orca": orca.makespan_s / sarathi.makespan_s,
         "replicas over Orca": orca.makespan_s / replicas.makespan_s,
-        "bubbles Orca / SARATHI": over(orca.median_bubble_s, sarathi.median_bubble_s),
+        "bubbles Orca / SARATHI": over(median(orca.bubbles), median(sarathi.bubbles)),
     }
 
 
@@ -295,15 +296,15 @@ def s_f12(lab: CostLab) -> Finding:
     busy = finding.table("stages busy", x="system", y="share of the time", spec=".0%")
     all_requests = runs["10,000 requests"]
     for system, run in all_requests.items():
-        batches.add(system, {"batch": run.batch})
-        medians = {"makespan": run.makespan_s, "median bubble of a request": run.median_bubble_s}
+        batches.add(system, {"batch": jobs["10,000 requests", system].config.max_batch})
+        medians = {"makespan": run.makespan_s, "median bubble of a request": median(run.bubbles)}
         seconds.add(system, medians)
         busy.add(system, {"stages busy": run.utilisation})
     gains = finding.table("gains in makespan", x="variant", y="gain")
     medians = finding.table("median bubble of a request", x="variant", y="s", spec=".2f")
     for variant, of_variant in runs.items():
         gains.add(variant, figure_12_gains(of_variant))
-        medians.add(variant, {name: run.median_bubble_s for name, run in of_variant.items()})
+        medians.add(variant, {name: median(run.bubbles) for name, run in of_variant.items()})
     for variant in ("10,000 requests", "the last two, 10,000 requests"):
         for name, published in FIGURE_12_GAINS.items():
             finding.publish(f"{name}, {variant}", published, gains[name], variant)

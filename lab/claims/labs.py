@@ -197,21 +197,21 @@ class Lab:
         self.busy = False
         return self
 
-    def pick(self, *, gpu: Sized, cpu: Sized | None = None, quick: Sized | None = None) -> Sized:
+    def pick(self, gpu: Sized, *, cpu: Sized | None = None, quick: Sized | None = None) -> Sized:
         """The size of these three that the claim is measured at. By default that of a CPU is that
         of a GPU, and that with --quick is that of a CPU."""
-        cpu = gpu if cpu is None else cpu
-        quick = cpu if quick is None else quick
-        return {"gpu": gpu, "cpu": cpu, "quick": quick}[self.size]
+        if self.size == "quick" and quick is not None:
+            return quick
+        return gpu if self.size == "gpu" or cpu is None else cpu
 
     @property
     def chunk(self) -> int:
         """The chunk size of a server, unless its policy says another."""
-        return self.pick(gpu=512, cpu=128)
+        return self.pick(512, cpu=128)
 
     def scaled(self, tokens: int) -> int:
         """So many tokens, or a quarter of them with --quick."""
-        return self.pick(gpu=tokens, quick=tokens // 4)
+        return self.pick(tokens, quick=tokens // 4)
 
     def ridge_above(self, rows: float) -> Condition:
         """A batch of so many rows takes no longer than the reading of the weights."""
@@ -412,12 +412,12 @@ class Lab:
         """The EngineConfig of a server, without a policy. None: the default of `bench.py serve`,
         where the cache has room for a third of the requests if each has `max_len` tokens; on a GPU
         requests of 2,048 tokens, 20 of which fit."""
-        batch = batch or self.pick(gpu=128, cpu=32)
-        max_len = max_len or self.pick(gpu=2048, cpu=1024)
+        batch = batch or self.pick(128, cpu=32)
+        max_len = max_len or self.pick(2048, cpu=1024)
         self.check_length(max_len)
         page_size = small_page_size(max_len, self.model.device)
         a_third = max(1, batch // 3) * -(-max_len // page_size) * page_size
-        kv_tokens = kv_tokens or self.pick(gpu=40960, cpu=0) or a_third
+        kv_tokens = kv_tokens or self.pick(40960, cpu=0) or a_third
         return EngineConfig(
             chunk=self.chunk,
             max_batch=batch,
@@ -493,7 +493,7 @@ class RealLab(Lab):
             keep_layers(self.model, layers, self.seed) if layers else self.model,
             self.info,
             sequences,
-            repeats=self.pick(gpu=repeats, quick=3),
+            repeats=self.pick(repeats, quick=3),
             attention=self.attention,
         )
 

@@ -9,13 +9,13 @@ first: batches.py. Read next: serving.py."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from config import EngineConfig
-from lab.claims.checks import Condition, less, rises
+from lab.claims.checks import less, rises
 from lab.claims.claim import LLAMA_13B, Finding, claim
 from lab.claims.labs import Lab, Lockstep
-from lab.claims.table import Table, over
+from lab.claims.table import Table, line, over
 from lab.measure import metrics
 from lab.measure.run_loop import Run
 from lab.measure.workload import Arrival
@@ -30,6 +30,15 @@ WHOLE_PROMPT = "A prompt that is computed whole carries decodes in one iteration
 
 CPU_CASES = [Lockstep(256, 6, 64, 25), Lockstep(512, 3, 64, 13), Lockstep(768, 2, 64, 9)]
 QUICK_CASES = [Lockstep(256, 6, 64, 13), Lockstep(512, 3, 64, 7), Lockstep(768, 2, 64, 5)]
+# The paper's loads on its A6000, their peak gains, and Orca's at its best with the first.
+GPU_CASES = [
+    Lockstep(1024, 18, 256, 73),
+    Lockstep(2048, 10, 256, 41),
+    Lockstep(3072, 6, 256, 25),
+]
+PEAK_GAINS = {"1K, B = 18": 1.27, "2K, B = 10": 1.25, "3K, B = 6": 1.23}
+PEAK_GAIN_1K = PEAK_GAINS["1K, B = 18"]
+ORCA_BEST_GAIN = 1.11
 ORCA_AND_SARATHI = ["request-level", "orca", "orca-best", "sarathi"]
 
 
@@ -40,8 +49,8 @@ def s_t4(lab: Lab) -> Finding:
     The cost model has 4 ms for what is not in the operations of S-T2, and decodes that take 1.22
     times as long in attention beside a chunk as alone."""
     gpu_cases = [Lockstep(context, 6, 256, 25) for context in (1024, 2048, 3072)]
-    cases = lab.pick(gpu=gpu_cases, cpu=CPU_CASES, quick=QUICK_CASES)
-    ratios = lab.pick(gpu=[50.0] * 3, cpu=[case.pd_ratio for case in cases])
+    cases = lab.pick(gpu_cases, cpu=CPU_CASES, quick=QUICK_CASES)
+    ratios = lab.pick([50.0] * 3, cpu=[case.pd_ratio for case in cases])
     published = {"1K, B = 6": (1.33, 5.45), "2K, B = 6": (1.26, 3.26), "3K, B = 6": (1.22, 2.51)}
     return gains_at_contexts(lab, LLAMA_13B, dict(zip(cases, ratios, strict=True)), published)
 
@@ -78,11 +87,7 @@ def s_f11(lab: Lab) -> Finding:
 
     Orca at its best gains 1.11x at 1K, and near 1 at 2K and 3K. In the cost model prompts of 960
     lose to tiles one by one, but not 18 at once."""
-    cases = lab.pick(
-        gpu=[Lockstep(1024, 18, 256, 73), Lockstep(2048, 10, 256, 41), Lockstep(3072, 6, 256, 25)],
-        cpu=CPU_CASES,
-        quick=QUICK_CASES,
-    )
+    cases = lab.pick(GPU_CASES, cpu=CPU_CASES, quick=QUICK_CASES)
     finding = Finding(LLAMA_13B)
     gains = finding.table(x="context", y="gain")
     for case in cases:
@@ -91,40 +96,34 @@ def s_f11(lab: Lab) -> Finding:
     orca_best = gains["orca-best"]
     pays = lab.riding_pays_for(cases)
     finding.expect(less(1.02, sarathi), RIDING, pays)
-    finding.expect(less(orca_best.times(1.02), sarathi), WHOLE_PROMPT, pays)
-    papers = {"1K, B = 18": 1.27, "2K, B = 10": 1.25, "3K, B = 6": 1.23}
-    for case, paper in zip(cases, papers.items(), strict=True):
-        finding.publish(f"gain of SARATHI at {paper[0]}", paper[1], sarathi, case.length)
-    finding.publish("gain of Orca at its best, 1K", 1.11, orca_best, cases[0].length)
+    finding.expect(less(1.02 * orca_best, sarathi), WHOLE_PROMPT, pays)
+    for case, (requests, paper) in zip(cases, PEAK_GAINS.items(), strict=True):
+        finding.publish(f"gain of SARATHI at {requests}", paper, sarathi, case.length)
+    finding.publish("gain of Orca at its best, 1K", ORCA_BEST_GAIN, orca_best, cases[0].length)
     return finding
 
 
-@dataclass(frozen=True)
-class GainsOverRatios:
-    """The throughput of SARATHI and Orca over that of request-level, for several P:D."""
-
-    gains: Table
-    names: list[str]  # of SARATHI with half a chunk, one, and twice that: those of lines
-    chunk_sizes: list[int]
-    pays: Condition  # under which riding pays, with the chunk in the middle
+def load_of_1k(lab: Lab) -> Lockstep:
+    """Requests of 1K tokens, or fewer."""
+    return lab.pick(GPU_CASES[0], cpu=CPU_CASES[0], quick=QUICK_CASES[0])
 
 
-def gains_over_ratios(lab: Lab) -> GainsOverRatios:
-    """Serve requests of one length with more and less prompt, as in Figures 9a and 11b."""
-    case = lab.pick(
-        gpu=Lockstep(1024, 18, 256, 73),
-        cpu=Lockstep(256, 6, 64, 25),
-        quick=Lockstep(256, 6, 64, 13),
-    )
+def names_of(load: Lockstep) -> list[str]:
+    """SARATHI with half a chunk, one, and twice that."""
+    return [f"sarathi:{size}" for size in (load.chunk // 2, load.chunk, 2 * load.chunk)]
+
+
+def gains_over_ratios(lab: Lab) -> Table:
+    """Serve requests of one length with more and less prompt, as in Figures 9a and 11b: the gains
+    of SARATHI and Orca over request-level."""
+    load = load_of_1k(lab)
     ratios = lab.pick(
-        gpu=[4, 7, 14, 28, 56, 112], cpu=[3.2, 6.4, 12.8, 25.6, 51.2], quick=[6.4, 12.8, 25.6]
+        [4, 7, 14, 28, 56, 112], cpu=[3.2, 6.4, 12.8, 25.6, 51.2], quick=[6.4, 12.8, 25.6]
     )
-    chunk_sizes = [case.chunk // 2, case.chunk, 2 * case.chunk]
-    names = [f"sarathi:{size}" for size in chunk_sizes]
     gains = Table(x="P:D", y="gain", log="x")
     for ratio in ratios:
-        gains.add(ratio, lab.gains(["request-level", "orca-best", *names], case, ratio))
-    return GainsOverRatios(gains, names, chunk_sizes, lab.riding_pays_for([case]))
+        gains.add(ratio, lab.gains(["request-level", "orca-best", *names_of(load)], load, ratio))
+    return gains
 
 
 @claim(
@@ -136,25 +135,26 @@ def s_f9(lab: Lab) -> Finding:
 
     The gain is largest at P:D = C / (B - 1), where all decodes ride and each chunk carries some:
     7.5, 15 and 30 for the paper's chunks."""
-    load = gains_over_ratios(lab)
-    half, middle, double = [load.gains[name] for name in load.names]
-    peaks = Table("peak", x="chunk", y="P:D of the largest gain", spec=".3g")
-    for size, line in zip(load.chunk_sizes, (half, middle, double), strict=True):
-        peaks.add(size, {"P:D": float(line.x_of_largest())})
-    peak = peaks["P:D"]
-    _, chunk, double_chunk = load.chunk_sizes
-    finding = Finding(LLAMA_13B, tables=[load.gains])
-    finding.expect(less(1.02, load.gains.best("sarathi", load.names)), RIDING, load.pays)
-    finding.expect(
-        rises(double.over(half)), "A higher P:D has fewer decodes for a chunk to carry.", load.pays
-    )
-    finding.expect(
-        rises(peak), "Prompts and outputs run out together at P:D = C / (B - 1).", load.pays
-    )
-    finding.publish("gain, C = 256", 1.27, middle, middle.x_of_largest())
-    finding.publish("gain, C = 512", 1.23, double, double.x_of_largest())
-    finding.publish("P:D of the peak, C = 256", 14, peak, chunk)
-    finding.publish("P:D of the peak, C = 512", 28, peak, double_chunk)
+    load = load_of_1k(lab)
+    names = names_of(load)
+    gains = gains_over_ratios(lab)
+    half, middle, double = [gains[name] for name in names]
+    sizes = (load.chunk // 2, load.chunk, 2 * load.chunk)
+    peaks = {
+        size: float(each.x_of(max))
+        for size, each in zip(sizes, (half, middle, double), strict=True)
+    }
+    peak = line("P:D", peaks, title="peak", x="chunk", spec=".3g")
+    finding = Finding(LLAMA_13B, tables=[gains])
+    pays = lab.riding_pays_for([load])
+    finding.expect(less(1.02, gains.best("sarathi", names)), RIDING, pays)
+    fewer_decodes = "A higher P:D has fewer decodes for a chunk to carry."
+    finding.expect(rises(double / half), fewer_decodes, pays)
+    finding.expect(rises(peak), "Prompts and outputs run out together at P:D = C / (B - 1).", pays)
+    finding.publish("gain, C = 256", PEAK_GAIN_1K, middle, max)
+    finding.publish("gain, C = 512", 1.23, double, max)
+    finding.publish("P:D of the peak, C = 256", 14, peak, load.chunk)
+    finding.publish("P:D of the peak, C = 512", 28, peak, 2 * load.chunk)
     return finding
 
 
@@ -163,21 +163,22 @@ def s_f11b(lab: Lab) -> Finding:
     """S-F11b: Orca at its best is SARATHI with a chunk as long as a request: it peaks later, lower.
 
     The runs are those of S-F9, where SARATHI's own gains are compared."""
-    load = gains_over_ratios(lab)
-    half = load.gains[load.names[0]]
-    orca = load.gains["orca-best"]
-    finding = Finding(LLAMA_13B, tables=[load.gains])
-    peaks = finding.table("peak", x="", y="P:D of the largest gain", spec=".3g")
-    for line in [load.gains[name] for name in (*load.names, "orca-best")]:
-        peaks.add("P:D", {line.name: float(line.x_of_largest())})
-    best = load.gains.best("sarathi", load.names)
-    finding.expect(less(orca, best.times(1.02)), WHOLE_PROMPT, load.pays)
+    load = load_of_1k(lab)
+    names = names_of(load)
+    gains = gains_over_ratios(lab)
+    orca = gains["orca-best"]
+    finding = Finding(LLAMA_13B, tables=[gains])
+    peaks = finding.table("peak", "", "P:D of the largest gain", ".3g")
+    for each in [*map(gains.__getitem__, names), orca]:
+        peaks.add("P:D", {each.name: float(each.x_of(max))})
+    pays = lab.riding_pays_for([load])
+    finding.expect(less(orca, 1.02 * gains.best("sarathi", names)), WHOLE_PROMPT, pays)
     finding.expect(
-        less(peaks[half.name], peaks["orca-best"]),
+        less(peaks[names[0]], peaks[orca.name]),
         "A chunk of C = L tokens carries all decodes from P:D = L / (B - 1) on.",
-        load.pays,
+        pays,
     )
-    finding.publish("peak gain of Orca at its best", 1.11, orca, orca.x_of_largest())
+    finding.publish("peak gain of Orca at its best", ORCA_BEST_GAIN, orca, max)
     return finding
 
 
@@ -196,35 +197,30 @@ def s_f9b(lab: Lab) -> Finding:
     Figures 9b and 9c are of requests of 2K and 3K tokens, of which 10 and 6 fit in memory. Their
     gains at the peak are those of Figure 11a."""
     cases = lab.pick(
-        gpu=[Lockstep(2048, 10, 256, 41), Lockstep(3072, 6, 256, 25)],
-        cpu=[Lockstep(512, 3, 64, 13), Lockstep(768, 2, 64, 9)],
+        GPU_CASES[1:],
+        cpu=CPU_CASES[1:],
         quick=[Lockstep(256, 3, 64, 7), Lockstep(384, 2, 64, 5)],
     )
     finding = Finding(LLAMA_13B)
-    for case, paper in zip(cases, {"2K, B = 10": 1.25, "3K, B = 6": 1.23}.items(), strict=True):
-        requests, paper_gain = paper
-        gains = finding.table(f"{case.length:,} tokens", x="P:D", y="gain")
-        names = [f"sarathi:{size}" for size in (case.chunk // 2, case.chunk, 2 * case.chunk)]
+    off_peak = "With less prompt decodes are left without a chunk, with more prompt chunks without "
+    off_peak += "decodes."
+    for case, (requests, paper) in zip(cases, list(PEAK_GAINS.items())[1:], strict=True):
+        title = f"{case.length:,} tokens"
+        gains = finding.table(title, "P:D", "gain")
+        names = names_of(case)
         for place, multiple in PLACES.items():
             gains.add(place, lab.gains(["request-level", *names], case, multiple * case.pd_ratio))
-        line = gains[names[1]]
-        peak = finding.table(
-            f"{case.length:,} tokens", x="P:D", y="gain at the peak over it", spec=".3fx"
-        )
+        gain = gains[names[1]]
+        peak = finding.table(title, "P:D", "gain at the peak over it", ".3fx")
         for place in PLACES:
             if place != BALANCED:
-                peak.add(place, {line.name: over(line.at(BALANCED), line.at(place))})
-        finding.expect(less(0.98, line), RIDING, lab.riding_pays_for([case]))
-        finding.expect(
-            less(1, peak[line.name]),
-            "With less prompt decodes are left without a chunk, with more prompt chunks without "
-            "decodes.",
-            lab.riding_pays_for([case]),
-        )
-        finding.publish(f"peak gain at {requests}", paper_gain, line, BALANCED)
-        finding.publish(
-            f"gain off the peak at {requests}: around 10 %", 1.10, line, "four times it"
-        )
+                peak.add(place, {gain.name: over(gain.at(BALANCED), gain.at(place))})
+        pays = lab.riding_pays_for([case])
+        finding.expect(less(0.98, gain), RIDING, pays)
+        finding.expect(less(1, peak[gain.name]), off_peak, pays)
+        finding.publish(f"peak gain at {requests}", paper, gain, BALANCED)
+        text = f"gain off the peak at {requests}: around 10 %"
+        finding.publish(text, 1.10, gain, "four times it")
     return finding
 
 
@@ -240,32 +236,34 @@ def s_f13c(lab: Lab) -> Finding:
     products compute whole tiles of 128 rows. This cannot be seen here: our scheduler rounds a batch
     down to whole tiles, so that chunks of 320 are of 256 on a GPU. The paper says neither lengths
     nor P:D."""
-    case = lab.pick(
-        gpu=Lockstep(1024, 18, 256, 73),
-        cpu=Lockstep(256, 6, 64, 25),
-        quick=Lockstep(256, 6, 64, 13),
-    )
-    unit = case.chunk // 4  # the smallest chunk
-    chunk_sizes = [unit, 2 * unit, 4 * unit, 5 * unit, 8 * unit]
+    load = load_of_1k(lab)
+    chunk_sizes = [load.chunk * quarters // 4 for quarters in (1, 2, 4, 5, 8)]
     policies = ["request-level", *(f"sarathi:{chunk}" for chunk in chunk_sizes)]
-    gain_of = lab.gains(policies, case, case.pd_ratio)
+    gain_of = lab.gains(policies, load, load.pd_ratio)
     finding = Finding(LLAMA_13B)
     gains = finding.table(x="chunk", y="gain", log="x")
     for chunk in chunk_sizes:
         gains.add(chunk, {"sarathi": gain_of[f"sarathi:{chunk}"]})
-    gain = gains["sarathi"]
-    smallest, second, middle, *_ = chunk_sizes
-    ratios = finding.table("of chunks", x="", y="gain over gain", spec=".3fx")
+    (gain,) = gains
+    smallest, second, middle, odd, _ = chunk_sizes
+    ratios = finding.table("of chunks", "", "gain over gain", ".3fx")
     ratios.add("gain", {"256 over the baseline": gain.at(middle)})
     ratios.add("gain", {"256 over 64": over(gain.at(middle), gain.at(smallest))})
-    finding.expect(less(1.02, ratios["256 over the baseline"]), RIDING, lab.riding_pays_for([case]))
+    over_baseline, over_smallest = ratios
+    finding.expect(less(1.02, over_baseline), RIDING, lab.riding_pays_for([load]))
     finding.expect(
-        less(1, ratios["256 over 64"]),
+        less(1, over_smallest),
         "Four small chunks read the weights four times, where one does once.",
         lab.ridge_above(smallest),
     )
+    odd_over_middle = {"gain": over(gain.at(odd), gain.at(middle))}
+    finding.expect(
+        less(0.95, line("320 over 256", odd_over_middle, title=ratios.title), 1.05),
+        "A batch is cut to whole tiles of 128 rows, so that chunks of 320 are of 256.",
+        lab.has_tiles(),
+    )
     finding.publish("gain with chunks of 128, up to", 1.16, gain, second)
-    finding.publish("gain with chunks of 256", 1.27, gain, middle)
+    finding.publish("gain with chunks of 256", PEAK_GAIN_1K, gain, middle)
     finding.publish("chunks of 64 almost match", 1.0, gain, smallest, within=None)
     return finding
 
@@ -312,6 +310,9 @@ def riding_share(iterations: Sequence[Iteration]) -> float:
     return sum(iteration.decode_tokens for iteration in hybrid) / decode_tokens
 
 
+FORMULA = "(C - (B - 1)) / (B - 1)"
+
+
 @claim("P:D from which all decodes ride, counted", seconds=(3, 3))
 def s_4_4(lab: Lab) -> Finding:
     """S-4.4: from P:D = C / (B - 1) on all decodes ride; the ratio doubles with the chunk.
@@ -320,38 +321,36 @@ def s_4_4(lab: Lab) -> Finding:
     batch = 4
     output_len = 301  # many, so that parts of a chunk do not matter; the prefill yields the first
     finding = Finding()
-    shares = finding.table(x="P:D", y="share of the decodes that ride", spec=".1%", timed=False)
-    first_ratio = finding.table(
-        "P:D from which all decodes ride", x="chunk", y="P:D", spec=".3g", timed=False
-    )
+    shares = finding.table("", "P:D", "share of the decodes that ride", ".1%", timed=False)
+    title = "P:D from which all decodes ride"
+    first_ratio = finding.table(title, "chunk", "P:D", ".3g", timed=False)
     for chunk in (128, 256):
         name = f"chunk {chunk}"
         for ratio in (10, 20, 30, 40, 41, 42, 43, 60, 80, 83, 84, 85, 100):
             lengths = [(ratio * output_len, output_len)] * (4 * batch)
             run = count_iterations("sarathi", lengths, chunk=chunk, batch=batch)
-            share = riding_share(metrics.steady(run.iterations, batch).iterations)
-            shares.add(ratio, {name: share})
+            shares.add(
+                ratio, {name: riding_share(metrics.steady(run.iterations, batch).iterations)}
+            )
         all_ride = [float(ratio) for ratio, share in shares[name].known.items() if share == 1]
-        formula = (chunk - (batch - 1)) / (batch - 1)
-        rides_from = min(all_ride, default=None)
-        first_ratio.add(chunk, {"counted": rides_from, "(C - (B - 1)) / (B - 1)": formula})
-    counted = first_ratio["counted"]
-    ratio = counted.over(first_ratio["(C - (B - 1)) / (B - 1)"], ".2f")
-    for line in shares.all_lines():
+        first_ratio.add(chunk, {"counted": min(all_ride, default=None)})
+        first_ratio.add(chunk, {FORMULA: (chunk - (batch - 1)) / (batch - 1)})
+    counted, formula = first_ratio
+    for share in shares:
         finding.expect(
-            rises(line),
+            rises(share),
             "The longer a prompt is, the more chunks there are for its decodes to ride with.",
         )
     finding.expect(
-        less(0.98, ratio, 1.02),
+        less(0.98, replace(counted / formula, spec=".2f"), 1.02),
         "Each chunk carries B - 1 decodes, and takes C - (B - 1) tokens of a prompt.",
     )
     finding.expect(
         rises(counted),
         "A chunk of twice the size takes half as many batches, which carry half the decodes.",
     )
-    finding.publish("P:D, B = 4, C = 128", 42, counted, 128, within=1)
-    finding.publish("P:D, B = 4, C = 256", 84, counted, 256, within=1)
+    for chunk, paper in {128: 42, 256: 84}.items():
+        finding.publish(f"P:D, B = 4, C = {chunk}", paper, counted, chunk, within=1)
     return finding
 
 
@@ -369,8 +368,8 @@ def b_1(lab: Lab) -> Finding:
     The post counts 628 steps of its four requests; (628 + 114 + 456 + 62) / 4 of 628 are 50.2 %.
     Its formula is missing. Continuous batching fills the slots, if more requests wait."""
     finding = Finding()
-    slots = finding.table(x="requests", y="share of 4 slots", spec=".1%", timed=False)
-    for requests, policies in ((4, ["request-level"]), (16, ["request-level", "orca"])):
+    slots = finding.table("", "requests", "share of 4 slots", ".1%", timed=False)
+    for requests, policies in {4: ["request-level"], 16: ["request-level", "orca"]}.items():
         steps = [f"{prompt}+{output}" for prompt, output in POST_STEPS * (requests // 4)]
         served = lab.serve(
             policies,
@@ -383,10 +382,9 @@ def b_1(lab: Lab) -> Finding:
         )
         for name, run in served.runs.items():
             slots.add(requests, {name: over(run.tokens_per_iteration, 4)})
-    static = slots["request-level"]
-    continuous = slots["orca"]
+    static, continuous = slots
     finding.expect(
-        less(static.times(1.3), continuous, at="end"),
+        less(1.3 * static, continuous, at="end"),
         "Orca gives a slot to the next request as soon as one ends.",
     )
     finding.expect(
@@ -394,10 +392,10 @@ def b_1(lab: Lab) -> Finding:
         "In 628 iterations, as many as the longest has, 1,260 tokens are computed.",
     )
     finding.publish("slots used by the post's four", 1260 / 2512, static, 4, within=1.01)
-    finding.publish("slots used by static batching, 60 to 75 %", 0.675, static, 16, within=1.5)
-    finding.publish(
-        "slots used by continuous batching, 90 to 98 %", 0.94, continuous, 16, within=1.1
-    )
+    text = "slots used by static batching, 60 to 75 %"
+    finding.publish(text, 0.675, static, 16, within=1.5)
+    text = "slots used by continuous batching, 90 to 98 %"
+    finding.publish(text, 0.94, continuous, 16, within=1.1)
     return finding
 
 
@@ -409,39 +407,32 @@ def b_1b(lab: Lab) -> Finding:
     slots = 4
     edges = sorted(output for _, output in POST_STEPS)  # the steps that end A to D
     finding = Finding()
-    over_time = finding.table("slots used", x="step", y="share of 4 slots", spec=".0%", timed=False)
-    means = finding.table(
-        "slots used, on average", x="a step is", y="share of 4 slots", spec=".1%", timed=False
-    )
-    for name, policy in (("static", "request-level"), ("continuous", "orca")):
-        by_tokens = count_iterations(policy, POST_STEPS * 16, chunk=1, batch=slots)
-        by_iterations = count_iterations(policy, POST_LENGTHS * 16, chunk=1, batch=slots)
-        for begin in (0, edges[-1]):  # of the first two batches under static batching
-            steps = [begin]
-            for edge in edges:
-                steps += [begin + edge - 1, begin + edge]
-            for step in steps:
-                running = by_tokens.iterations[step].running
-                over_time.add(step + 1, {name: running / slots})
-        for unit, run in (("a token", by_tokens), ("an iteration", by_iterations)):
-            running = sum(iteration.running for iteration in run.iterations)
-            means.add(unit, {name: running / (slots * len(run.iterations))})
-    static = over_time["static"]
+    over_time = finding.table("slots used", "step", "share of 4 slots", ".0%", timed=False)
+    title = "slots used, on average"
+    means = finding.table(title, "a step is", "share of 4 slots", ".1%", timed=False)
+    for name, policy in {"static": "request-level", "continuous": "orca"}.items():
+        by_unit = {"a token": POST_STEPS * 16, "an iteration": POST_LENGTHS * 16}
+        for unit, lengths in by_unit.items():
+            run = count_iterations(policy, lengths, chunk=1, batch=slots)
+            running = [iteration.running for iteration in run.iterations]
+            means.add(unit, {name: sum(running) / (slots * len(running))})
+            if unit == "a token":
+                for begin in (0, edges[-1]):  # of the first two batches under static batching
+                    for step in [0, *(edge + side for edge in edges for side in (-1, 0))]:
+                        over_time.add(begin + step + 1, {name: running[begin + step] / slots})
+    static, continuous = means
     finding.expect(
-        less(means["static"].times(1.3), means["continuous"]),
+        less(1.3 * static, continuous),
         "A slot stays empty until the longest request of its batch has ended.",
     )
     finding.expect(
         less(0.99, over_time["continuous"]),
         "While requests wait, one of them takes each slot that another has left.",
     )
-    finding.publish(
-        "slots of static batching, a half", 0.5, means["static"], "a token", within=1.01
-    )
+    finding.publish("slots of static batching, a half", 0.5, static, "a token", within=1.01)
     texts = ["A to D run", "D has ended", "B has ended", "C has ended"]
     for text, share, edge in zip(texts, (1.00, 0.75, 0.50, 0.25), edges, strict=True):
-        finding.publish(text, share, static, edge, within=1)
-    text = "slots of continuous batching"
-    finding.publish(text, 0.95, means["continuous"], "a token", within=1.05)
-    finding.publish("static, 40 to 50 %", 0.45, means["static"], "an iteration", within=1.2)
+        finding.publish(text, share, over_time["static"], edge, within=1)
+    finding.publish("slots of continuous batching", 0.95, continuous, "a token", within=1.05)
+    finding.publish("static, 40 to 50 %", 0.45, static, "an iteration", within=1.2)
     return finding

@@ -7,10 +7,12 @@ claims.py.
 S is SARATHI, SS Sarathi-Serve; F is a figure, T a table, a number alone a section. Read first:
 claim.py, labs.py, lab/measure/batch_times.py. Read next: batches.py."""
 
+from dataclasses import replace
+
 from lab.claims.checks import Condition, falls, less, rises
 from lab.claims.claim import LLAMA_13B, MISTRAL_7B, Finding, claim
 from lab.claims.labs import Lab
-from lab.claims.table import Line, Table, over
+from lab.claims.table import Line, Table, line, over
 from lab.measure.batch_times import Batch, TimedChunk, decodes, prompts
 from lab.measure.capacity import Bounded
 from lab.simulator.cost_model import BYTES, matrices
@@ -18,6 +20,7 @@ from lab.simulator.devices import DEVICES, GEOMETRIES
 from model import GPTConfig
 
 BATCH_SIZES = (1, 2, 4, 8, 18)  # SARATHI, Figure 3
+LESS_AT_256 = 0.125  # of the throughput of 512 tokens of prefill: the paper calls that marginal
 SHARED = "All decodes of a batch share one reading of the weights."
 
 
@@ -36,31 +39,26 @@ def s_f3(lab: Lab) -> Finding:
         "A decode reads all weights for one row, a prompt for all of its rows.",
         lab.ridge_above(10),
     )
+    length = lab.scaled(1024)
+    cases = {"several prompts": [prompts(32, length // 32)], "one": [prompts(1, length)]}
+    several, one = lab.time(cases).values()
+    finding.expect(
+        less(line("several prompts over one", {length: over(several.total_ms, one.total_ms)}), 2),
+        "Rows of all prompts of a batch are rows of the same products.",
+    )
     finding.expect(falls(shares["decode: linear"]), own_keys)
     finding.expect(rises(shares["decode: attention"]), own_keys)
     for size, paper in {1: 200, 2: 100, 18: 16.7}.items():
         finding.publish(f"prefill tokens that cost a decode, B = {size}", paper, costs, size)
-    finding.publish(
-        "share of the other operations in a prefill",
-        Bounded(0.05, "below"),
-        shares["prefill: other"],
-        at=1,
-    )
-    finding.publish(
-        "share of the linear layers in a prefill",
-        Bounded(0.8, "at least"),
-        shares["prefill: linear"],
-        at=1,
-        device=MISTRAL_7B,
-        within=1.1,
-    )
-    finding.publish(
-        "prefill tokens whose linear layers cost a decode's",
-        128,
-        in_prompt_tokens(linear),
-        at=1,
-        device=MISTRAL_7B,
-    )
+    others = Bounded(0.05, "below")
+    text = "share of the other operations in a prefill"
+    finding.publish(text, others, shares["prefill: other"], 1)
+    four_fifths = Bounded(0.8, "at least")
+    text = "share of the linear layers in a prefill"
+    linear_share = shares["prefill: linear"]
+    finding.publish(text, four_fifths, linear_share, 1, device=MISTRAL_7B, within=1.1)
+    text = "prefill tokens whose linear layers cost a decode's"
+    finding.publish(text, 128, in_prompt_tokens(linear), 1, device=MISTRAL_7B)
     return finding
 
 
@@ -68,39 +66,35 @@ def times_per_token(lab: Lab, finding: Finding) -> tuple[Table, Table, Table]:
     """Time prompts and as many decodes, over their number. Returns what a token takes in all and in
     the linear layers, and the shares of the operations."""
     length = lab.scaled(1024)
-    max_prompts = lab.pick(gpu=18, cpu=4, quick=2)  # more take long
+    max_prompts = lab.pick(18, cpu=4, quick=2)  # more take long
+    unit = "ms per token"
     by_operation = {
-        kind: finding.table(
-            f"{kind} at {length:,}", x="batch", y="ms per token", spec=".3f", form="stacked"
-        )
+        kind: finding.table(f"{kind} at {length:,}", "batch", unit, ".3f", form="stacked")
         for kind in ("prefill", "decode")
     }
-    per_token = finding.table("total", x="batch", y="ms per token", spec=".3g", log="xy")
-    shares = finding.table("share of the time", x="batch", y="share", spec=".0%", log="x")
+    per_token = finding.table("total", "batch", unit, ".3g", "xy")
+    shares = finding.table("share of the time", "batch", "share", ".0%", "x")
     linear = Table("linear layers", x="batch")
     for size in BATCH_SIZES:
         case = {"prefill": [prompts(size, length)]} if size <= max_prompts else {}
         case["decode"] = [decodes(size, length)]
         for kind, time in lab.time(case).items():
-            tokens = time.tokens
-            by_operation[kind].add(size, {name: ms / tokens for name, ms in time.parts_ms.items()})
-            per_token.add(size, {kind: time.total_ms / tokens})
-            linear.add(size, {kind: time.products_ms / tokens})
-            parts = {"linear": time.products_ms, "attention": time.attention_ms}
-            parts["other"] = time.other_ms
-            shares.add(size, {f"{kind}: {part}": ms / time.total_ms for part, ms in parts.items()})
+            parts_ms = {name: ms / time.tokens for name, ms in time.parts_ms.items()}
+            by_operation[kind].add(size, parts_ms)
+            per_token.add(size, {kind: time.total_ms / time.tokens})
+            linear.add(size, {kind: time.products_ms / time.tokens})
+            shares.add(size, {f"{kind}: linear": time.products_ms / time.total_ms})
+            shares.add(size, {f"{kind}: attention": time.attention_ms / time.total_ms})
+            shares.add(size, {f"{kind}: other": time.other_ms / time.total_ms})
     return per_token, linear, shares
 
 
 def in_prompt_tokens(per_token: Table) -> Line:
     """What a decode costs, in tokens of a prefill of as many prompts, or of one where these take
     too long to measure: the tokens of several prompts cost as much."""
-    table = Table(per_token.title, x="B =", y="prefill tokens", spec=".3g")
-    prefill = per_token["prefill"]
-    for size, decode_ms in per_token["decode"].values.items():
-        prefill_ms = prefill.at(size) or prefill.at(1)
-        table.add(size, {"decode / prefill": over(decode_ms, prefill_ms)})
-    return table["decode / prefill"]
+    prefill, decode = per_token["prefill"], per_token["decode"]
+    costs = {x: over(y, prefill.at(x) or prefill.at(1)) for x, y in decode.values.items()}
+    return line("decode / prefill", costs, title=per_token.title, x="B =", spec=".3g")
 
 
 @claim(
@@ -117,59 +111,60 @@ def s_f4a(lab: Lab) -> Finding:
     The paper: about 180 tokens/ms from 512 on, and 12.5 % less at 256. In Table 2 40 layers take
     234.8 ms for 1,024 tokens, which are 174 for one. In the cost model 256 tokens are whole tiles,
     at full rate."""
-    context = lab.scaled(1024)
-    quick_sizes = [1, 16, 64, 256, 512]
-    chunk_sizes = lab.pick(gpu=powers_of_two(4096), cpu=powers_of_two(2048), quick=quick_sizes)
-    one_layer = lab.pick(gpu=powers_of_two(512), quick=[1, 16, 64, 256])  # leaves memory for more
-    all_layers = lab.pick(gpu=powers_of_two(16), cpu=powers_of_two(64), quick=[])
+    chunk_sizes = lab.pick(
+        powers_of_two(4096), cpu=powers_of_two(2048), quick=[1, 16, 64, 256, 512]
+    )
+    one_layer = lab.pick(powers_of_two(512), quick=[1, 16, 64, 256])  # leaves memory for more
+    all_layers = lab.pick(powers_of_two(16), cpu=powers_of_two(64), quick=[])
     finding = Finding(LLAMA_13B)
-    for name, layers, counts in (("one layer", 1, one_layer), ("all layers", None, all_layers)):
-        if not counts:
-            continue
-        table = finding.table(name, x="tokens", y="tokens per ms", spec=".3g", log="xy")
-        chunks = {str(tokens): [first_chunk(lab, tokens)] for tokens in chunk_sizes}
-        for tokens, time in lab.time(chunks, layers).items():
-            table.add(int(tokens), {"prefill": time.tokens_per_ms})
-        for count in counts:
-            times = lab.time({"batch": [decodes(count, context)]}, layers)
-            table.add(count, {"decode": times["batch"].tokens_per_ms})
-    prefill = finding.tables[0]["prefill"]
-    share = Table("one layer", x="tokens")
-    for tokens in prefill.table.xs:
-        share.add(tokens, {"prefill": over(prefill.at(tokens), prefill.at(512))})
-    few = Table("one layer", x="of")
-    few.add("prefill", {"16 over 512 tokens": share["prefill"].at(16)})
-    saturation = Table("one layer", x="of", y="tokens", spec=",.0f")
-    for kind in ("prefill", "decode"):
-        saturation.add(kind, {"saturates": saturation_of(finding.tables[0][kind])})
-    saturates = saturation["saturates"]
+    add_throughput(lab, finding, "one layer", chunk_sizes, one_layer, layers=1)
+    if all_layers:
+        add_throughput(lab, finding, "all layers", chunk_sizes, all_layers)
+    of_a_layer = finding.tables[0]
+    title = of_a_layer.title
+    prefill = of_a_layer["prefill"]
+    shares = {x: over(y, prefill.at(512)) for x, y in prefill.values.items()}
+    few = line("16 over 512 tokens", {"prefill": shares[16]}, title=title)
+    saturations = {each.name: saturation_of(each) for each in of_a_layer}
+    saturates = line("saturates", saturations, title=title, x="of", spec=",.0f")
     for table in finding.tables:
         finding.expect(rises(table["decode"]), SHARED)
     finding.expect(
-        less(few["16 over 512 tokens"], 0.5),
+        less(few, 0.5),
         "A chunk of 16 rows reads all weights, as one of a thousand does.",
         lab.ridge_above(32),
     )
-    finding.publish(
-        "throughput of 256 tokens of prefill over that of 512", 0.875, share["prefill"], 256
-    )
+    share = line("prefill", shares, title=title, x="tokens")
+    text = "throughput of 256 tokens of prefill over that of 512"
+    finding.publish(text, 1 - LESS_AT_256, share, 256)
     finding.publish("tokens at which prefill saturates", 512, saturates, "prefill")
     finding.publish("batch at which decode saturates, contexts of 1,024", 256, saturates, "decode")
-    for tokens, paper in {256: 180 * (1 - 0.125), 512: 180}.items():
-        finding.publish(
-            f"throughput of {tokens} tokens of prefill in one layer",
-            paper,
-            prefill,
-            tokens,
-            within=None,
-            unit=" tokens/ms",
-        )
+    for tokens, paper in {256: 180 * (1 - LESS_AT_256), 512: 180}.items():
+        text = f"throughput of {tokens} tokens of prefill in one layer"
+        finding.publish(text, paper, prefill, tokens, within=None, unit=" tokens/ms")
     return finding
 
 
-def first_chunk(lab: Lab, tokens: int) -> Batch:
-    """A chunk of so many tokens, after as few as the lab can time it."""
-    return (TimedChunk(tokens, lab.cached_tokens + tokens),)
+def add_throughput(
+    lab: Lab,
+    finding: Finding,
+    title: str,
+    chunk_sizes: list[int],
+    batch_sizes: list[int],
+    layers: int | None = None,
+) -> None:
+    """Add a table of the throughput of chunks and of decodes, in so many layers or in all."""
+    table = finding.table(title, "tokens", "tokens per ms", ".3g", "xy")
+    for tokens, time in lab.time(first_chunks(lab, chunk_sizes), layers).items():
+        table.add(int(tokens), {"prefill": time.tokens_per_ms})
+    for count in batch_sizes:
+        times = lab.time({"batch": [decodes(count, lab.scaled(1024))]}, layers)
+        table.add(count, {"decode": times["batch"].tokens_per_ms})
+
+
+def first_chunks(lab: Lab, sizes: list[int]) -> dict[str, list[Batch]]:
+    """Chunks of so many tokens, by their sizes, after as few as the lab can time them."""
+    return {str(tokens): [(TimedChunk(tokens, lab.cached_tokens + tokens),)] for tokens in sizes}
 
 
 def powers_of_two(last: int) -> list[int]:
@@ -178,9 +173,10 @@ def powers_of_two(last: int) -> list[int]:
 
 
 def saturation_of(throughput: Line) -> float:
-    """The fewest tokens with 87.5 % of the largest throughput: the paper calls that marginal."""
+    """The fewest tokens with a throughput that is marginally below the largest."""
     known = throughput.known
-    return min(float(x) for x, y in known.items() if y >= 0.875 * max(known.values()))
+    least = (1 - LESS_AT_256) * max(known.values())
+    return min(float(x) for x, y in known.items() if y >= least)
 
 
 @claim(
@@ -195,30 +191,25 @@ def s_f4b(lab: Lab) -> Finding:
     has them: 1,024 tokens in 224.8 ms and four decodes in 44.28 ms make a ridge of 199 rows.
     Sarathi-Serve's Figure 5 shows the same over tokens, for LLaMA2-70B on four A100."""
     length = lab.scaled(1024)
-    operations = ("preproj", "attention", "postproj", "ffn_ln1", "ffn_ln2", "products")
     ridge = lab.ridge * 2 / lab.model.dtype.itemsize  # in flops per byte
     finding = Finding(LLAMA_13B)
-    for kind, batch_of in (("prefill", prompts), ("decode", decodes)):
-        table = finding.table(
-            f"{kind} at {length:,}",
-            x="batch",
-            y="flops per byte",
-            spec=",.1f",
-            log="xy",
-            timed=False,
-        )
+    for kind, batch_of in {"prefill": prompts, "decode": decodes}.items():
+        title = f"{kind} at {length:,}"
+        table = finding.table(title, "batch", "flops per byte", ",.1f", "xy", timed=False)
         for size in (*BATCH_SIZES, 64, 256, 512):
             intensity = lab.intensities([batch_of(size, length)])
-            table.add(size, {name: intensity[name] for name in operations} | {"ridge": ridge})
+            for name in ("preproj", "attention", "postproj", "ffn_ln1", "ffn_ln2", "products"):
+                table.add(size, {name: intensity[name]})
+            table.add(size, {"ridge": ridge})
     prefill, decode = finding.tables
-    products = prefill["products"].over(decode["products"], spec=",.0fx")
-    attention = prefill["attention"].over(decode["attention"], spec=",.0fx")
+    products, attention = [
+        replace(prefill[name] / decode[name], spec=",.0fx") for name in ("products", "attention")
+    ]
     n_embd = lab.model.config.n_embd
-    is_wide = Condition("rows have 256 numbers or more", n_embd >= 256, f"they have {n_embd}")
     finding.expect(
         less(100, products, at="start"),
         "A prompt uses each weight for all its rows, a decode for one.",
-        is_wide,
+        Condition("rows have 256 numbers or more", n_embd >= 256, f"they have {n_embd}"),
     )
     finding.expect(
         less(10, attention), "A prompt uses each key for all queries behind it, a decode for one."
@@ -226,19 +217,11 @@ def s_f4b(lab: Lab) -> Finding:
     finding.expect(
         rises(decode["products"]), "All decodes of a batch use each weight that is read."
     )
-    hundred = Bounded(100, "at least")
-    finding.publish(
-        "intensity of the linear layers, prefill over decode, B = 1", hundred, products, 1
-    )
-    finding.publish("intensity of attention, prefill over decode, B = 1", hundred, attention, 1)
-    finding.publish(
-        "ridge of an A6000 without tensor cores",
-        53,
-        decode["ridge"],
-        at=1,
-        within=None,
-        unit=" flops per byte",
-    )
+    for name, ratio in (("the linear layers", products), ("attention", attention)):
+        text = f"intensity of {name}, prefill over decode, B = 1"
+        finding.publish(text, Bounded(100, "at least"), ratio, 1)
+    text = "ridge of an A6000 without tensor cores"
+    finding.publish(text, 53, decode["ridge"], 1, within=None, unit=" flops per byte")
     return finding
 
 
@@ -253,34 +236,29 @@ def s_3_1(lab: Lab) -> Finding:
     device = DEVICES["a6000"]
     ridge = device.flops_per_s / device.bytes_per_s
     finding = Finding(LLAMA_13B)
-    unit = {"x": "decodes", "y": "flops per byte", "spec": ".3g", "log": "xy", "timed": False}
-    intensity = finding.table("of LLaMA-13B", **unit)
+    axes = {"x": "decodes", "y": "flops per byte", "spec": ".3g", "log": "xy", "timed": False}
+    intensity = finding.table("of LLaMA-13B", **axes)
     over_ridge = finding.table(
-        "over the ridge of an A6000", x="decodes", y="times", spec=".2f", log="x", timed=False
+        "over the ridge of an A6000", "decodes", "times", ".2f", "x", timed=False
     )
-    of_this_model = finding.table("of the model here", **unit)
-    for batch in (1, 2, 4, 8, 18, 64, 256, 512):
+    of_this_model = finding.table("of the model here", **axes)
+    name = "linear layers"
+    attention = decode_attention_intensity(config)
+    for batch in (*BATCH_SIZES, 64, 256, 512):
         linear = linear_intensity(config, batch)
-        attention = decode_attention_intensity(config)
-        intensity.add(batch, {"linear layers": linear, "attention": attention, "ridge": ridge})
-        over_ridge.add(batch, {"linear layers": linear / ridge})
-        products = lab.intensities([decodes(batch, 1)])["products"]
-        of_this_model.add(batch, {"linear layers": products})
-    compared = over_ridge["linear layers"]
-    finding.expect(rises(intensity["linear layers"]), SHARED)
-    finding.expect(rises(of_this_model["linear layers"]), SHARED)
+        intensity.add(batch, {name: linear, "attention": attention, "ridge": ridge})
+        over_ridge.add(batch, {name: linear / ridge})
+        of_this_model.add(batch, {name: lab.intensities([decodes(batch, 1)])["products"]})
+    finding.expect(rises(intensity[name]), SHARED)
+    finding.expect(rises(of_this_model[name]), SHARED)
     finding.expect(
         less(0.99, intensity["attention"], 1.01),
         "Each decode reads keys and values of its own, so that a batch shares nothing of them.",
     )
-    finding.publish(
-        "256 decodes, where they start to be compute-intensive",
-        Bounded(1.0, "at least"),
-        compared,
-        256,
-        within=1,
-    )
-    finding.publish("18 decodes, memory-bound", Bounded(1.0, "below"), compared, 18, within=1)
+    text = "256 decodes, where they start to be compute-intensive"
+    finding.publish(text, Bounded(1.0, "at least"), over_ridge[name], 256, within=1)
+    text = "18 decodes, memory-bound"
+    finding.publish(text, Bounded(1.0, "below"), over_ridge[name], 18, within=1)
     return finding
 
 
@@ -314,28 +292,17 @@ def s_f7(lab: Lab) -> Finding:
 
     The cost model has 4 ms for what is not in the operations of S-T2: these three times leave that
     on average. The steps are predicted."""
-    sizes = [1, 4, 16, 32, 64, 96, 127, 128, 129, 130, 192, 255, 256, 257, 258, 384, 512, 1024]
-    sizes = lab.pick(gpu=sizes, quick=[1, 16, 64, 127, 128, 129, 255, 256, 257, 512])
-    chunks = {str(tokens): [first_chunk(lab, tokens)] for tokens in sizes}
-    times = lab.time(chunks, repeats=9)
+    sizes = lab.pick(
+        [1, 4, 16, 32, 64, 96, 127, 128, 129, 130, 192, 255, 256, 257, 258, 384, 512, 1024],
+        quick=[1, 16, 64, 127, 128, 129, 255, 256, 257, 512],
+    )
     finding = Finding(LLAMA_13B)
-    iteration = finding.table(x="tokens", y="ms", spec=".1f", ticks=(1, 128, 256, 384))
-    for tokens in sizes:
-        time = times[str(tokens)]
-        iteration.add(tokens, {"iteration": time.total_ms, "linear layers": time.products_ms})
-
-    def over_fewer(title: str, pairs: dict[int, int]) -> Table:
-        """How many times as long so many tokens take as fewer: {tokens: fewer tokens}."""
-        table = Table(title, x="tokens")
-        for tokens, fewer in pairs.items():
-            lines = iteration.all_lines()
-            table.add(tokens, {line.name: over(line.at(tokens), line.at(fewer)) for line in lines})
-        return table
-
-    step = over_fewer("one token more", {256: 255, 257: 256})["iteration"]
-    doubling = over_fewer("twice the tokens", {128: 64, 256: 128, 512: 256})
-    few = over_fewer("16 tokens over one", {16: 1})["linear layers"]
-    twice = less(1.5, doubling["linear layers"], at="end")
+    table = finding.table(x="tokens", y="ms", spec=".1f", ticks=(1, 128, 256, 384))
+    for tokens, time in lab.time(first_chunks(lab, sizes), repeats=9).items():
+        table.add(int(tokens), {"iteration": time.total_ms, "linear layers": time.products_ms})
+    iteration, linear = table
+    doubling = {128: 64, 256: 128, 512: 256}
+    step = over_fewer(iteration, "one token more", {256: 255, 257: 256})
     finding.expect(
         less(1.1, step, at="end"),
         "The 257th row begins a third tile, which is computed whole.",
@@ -345,18 +312,25 @@ def s_f7(lab: Lab) -> Finding:
         less(step, 1.1, at="start"), "The 256th row fills a tile that is computed whole anyway."
     )
     finding.expect(
-        less(few, 2),
+        less(over_fewer(linear, "16 tokens over one", {16: 1}), 2),
         "Below the ridge the linear layers take as long as their weights to read.",
         lab.ridge_above(16),
     )
     finding.expect(
-        twice, "Above the ridge each row is computed, and takes its time.", lab.ridge_below(256)
+        less(1.5, over_fewer(linear, "twice the tokens", doubling), at="end"),
+        "Above the ridge each row is computed, and takes its time.",
+        lab.ridge_below(256),
     )
-    total = iteration["iteration"]
     finding.publish("257 tokens over 256", 1.32, step, 257)
-    finding.publish("256 tokens over 128", 1.27, doubling["iteration"], 256)
+    doubled = over_fewer(iteration, "twice the tokens", doubling)
+    finding.publish("256 tokens over 128", 1.27, doubled, 256)
     for tokens, paper_ms in {128: 55, 256: 69.8, 257: 92.33}.items():
-        finding.publish(
-            f"iteration of {tokens} tokens", paper_ms, total, tokens, within=None, unit=" ms"
-        )
+        text = f"iteration of {tokens} tokens"
+        finding.publish(text, paper_ms, iteration, tokens, within=None, unit=" ms")
     return finding
+
+
+def over_fewer(times: Line, title: str, pairs: dict[int, int]) -> Line:
+    """How many times as long so many tokens take as fewer: {tokens: fewer tokens}."""
+    ratios = {tokens: over(times.at(tokens), times.at(fewer)) for tokens, fewer in pairs.items()}
+    return line(times.name, ratios, title=title, x="tokens")

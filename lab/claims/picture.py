@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from lab.claims.claim import Finding, Published
-from lab.claims.table import Table
+from lab.claims.table import Table, X
 from lab.pictures.bars import Beside, plot_beside_published
 from lab.pictures.panels import Mark, plot_panels
 
@@ -28,11 +28,10 @@ def draw(
         return plot_beside_published(rows_of(finding), title, file, machine)
     marks: list[list[Mark]] = [[] for _ in finding.tables]
     beside: dict[str, dict[str, Beside]] = {}
-    for number in finding.published:
-        place = next((i for i, plot in enumerate(finding.tables) if has_room(plot, number)), None)
-        if place is not None:
-            marks[place].append(Mark(number.line.name, number.at, number.paper))
-        elif is_comparable(number):
+    for number in filter(is_comparable, finding.published):
+        if number.table is not None and has_room(finding.tables[number.table], number):
+            marks[number.table].append(Mark(number.line, number.at, number.paper))
+        else:
             beside.setdefault(unit_of(number), {})[number.text] = Beside(number.here, number.paper)
     devices = dict.fromkeys(number.device for number in finding.published if number.device)
     source = PAPERS[title.partition("-")[0]]
@@ -51,15 +50,14 @@ def draw(
 
 def rows_of(finding: Finding) -> dict[str, dict[str, Beside]]:
     """Our numbers beside the paper's, by line and x: the lines that a paper published, or all."""
+    papers: dict[tuple[int | None, str], dict[X, float]] = {}
+    for number in finding.published:
+        papers.setdefault((number.table, number.line), {})[number.at] = number.paper
     rows: dict[str, dict[str, Beside]] = {}
-    for table in finding.tables:
+    for index, table in enumerate(finding.tables):
         for name, values in table.lines.items():
-            paper = {
-                number.at: number.paper
-                for number in finding.published
-                if number.is_in(table) and number.line.name == name
-            }
-            if paper or not finding.published:
+            paper = papers.get((index, name), {})
+            if paper or not papers:
                 head = f"{table.title}: {name}".removeprefix(": ")
                 pairs = {str(x): Beside(y, paper.get(x)) for x, y in values.items()}
                 rows[textwrap.fill(head, 28)] = pairs
@@ -68,12 +66,12 @@ def rows_of(finding: Finding) -> dict[str, dict[str, Beside]]:
 
 def is_comparable(number: Published) -> bool:
     """Whether it says something about ours: seconds of another machine do not."""
-    return number.within is not None or number.line.spec.endswith("x")
+    return number.within is not None or number.spec.endswith("x")
 
 
 def has_room(table: Table, number: Published) -> bool:
-    """Whether a table shows the line of a number, and has room for the paper's."""
-    if not is_comparable(number) or table.form or number.here is None or not number.is_in(table):
+    """Whether a table that shows the line of a number has room for the paper's."""
+    if table.form or number.here is None:
         return False
     known = [y for values in table.lines.values() for y in values.values() if y]
     return min(known) / FAR < number.paper < FAR * max(known)
@@ -81,8 +79,5 @@ def has_room(table: Table, number: Published) -> bool:
 
 def unit_of(number: Published) -> str:
     """The label of the axis on which a number is drawn, with others like it."""
-    if number.line.spec.endswith("x"):
-        return "times"
-    if number.line.spec.endswith("%"):
-        return "share"
-    return number.unit.strip() or "number"
+    units = {"x": "times", "%": "share"}
+    return units.get(number.spec[-1:]) or number.unit.strip() or "number"

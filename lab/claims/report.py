@@ -1,24 +1,24 @@
 """Measures a claim and keeps its record: in paper.json, paper.md, and tables in results/.
 
-paper.json has a record of each claim. paper.md is made of the records, and so are the tables at the
-end of results/README.md. Read first: claim.py and claims.py. Read next: lab/commands/paper.py."""
+paper.json has a record of each claim: numbers, and on what they were measured. paper.md is made of
+the records and of the claims as they stand in the code, and so are the tables at the end of
+results/README.md. Read first: claim.py and claims.py. Read next: lab/commands/paper.py."""
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cli import console
 from cli.options import write_text
-from cli.tables import Cell, format_table
+from cli.tables import Cell, format_table, markdown
 from lab.claims.claim import Claim, Finding, Published
 from lab.claims.claims import CLAIMS
 from lab.claims.labs import Lab
 from lab.claims.picture import draw
 from lab.claims.provenance import provenance
-from lab.claims.table import Table, X
 from lab.measure.machine_info import RealMachineInfo
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -31,24 +31,88 @@ TRIED_AGAIN = ("too busy to tell", NOT_MEASURED)  # by the next run
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The result of a claim that was measured."""
+    """The result of a claim that was measured, or why it could not be."""
 
-    claim: str  # its name
-    command: str  # that measures it again
-    numbers: list[dict[str, str]]  # the paper's and ours as texts; the first stands in summaries
-    verdict: str
-    why: str  # the reason for another verdict than "as in the paper"
+    finding: Finding
+    busy: bool  # whether the machine was too busy
+    error: str  # "": it was measured
+    seconds: float  # that it took
     options: dict[str, Any]  # what it was measured with and on
-    text: str  # in Markdown
-    tables: list[dict[str, Any]]  # see Table.to_json
-    provenance: dict[str, str] = field(default_factory=dict)  # {}: of an older version
+    provenance: dict[str, str]
 
-    def headline(self, title: str) -> dict[str, str]:
-        """The number that stands in summaries; if there is none, the title without numbers."""
-        return self.numbers[0] if self.numbers else {"text": title, "paper": "-", "here": "-"}
+    @property
+    def verdict(self) -> str:
+        """Whether the claim shows here."""
+        return NOT_MEASURED if self.error else self.finding.verdict(self.busy)
+
+    @property
+    def why(self) -> str:
+        """The reason for another verdict than "as in the paper"."""
+        return self.error or self.finding.why(self.busy)
+
+    def markdown(self, claim: Claim) -> str:
+        """The claim, the verdict, the paper's numbers beside ours, the reasons of the checks, and
+        the tables."""
+        finding = self.finding
+        used = ", ".join(f"{name} {value}" for name, value in self.options.items())
+        picture = f"![{claim.name}]({picture_of(claim)})"
+        parts = [
+            f"## {claim.name}",
+            claim.text,
+            f"**{self.verdict}**" + (f": {self.why}" if self.why else ""),
+            format_table("number", {each.text: cells_of(each) for each in finding.published}),
+            "\n".join(dict.fromkeys(f"- {check.reason}" for check in finding.checks)),
+            *(table.markdown(finding.numbers_in(table)) for table in finding.tables),
+            "" if self.error else picture,
+            f"Took {self.seconds:.0f} s, {self.provenance['time']}; {used}.",
+        ]
+        return "\n\n".join(part for part in parts if part)
+
+    def headline(self, claim: Claim) -> tuple[str, list[str]]:
+        """What stands in summaries: the text of the first number, the paper's and ours, and the
+        verdict. If there is no number, the title of the claim."""
+        for number in self.finding.published:
+            return number.text, [number.paper_text, number.here_text, self.verdict]
+        return claim.title, ["-", "-", self.verdict]
+
+    def to_json(self, claim: Claim) -> dict[str, Any]:
+        """All fields, those of the finding among them, with the verdict and the command that
+        measures it again."""
+        quick = " --quick" if self.options["quick"] else ""
+        return {
+            "command": f"`paper --only {claim.id}{quick}`",
+            "verdict": self.verdict,
+            "why": self.why,
+            **self.finding.to_json(),
+            **{key: value for key, value in vars(self).items() if key != "finding"},
+        }
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> "Record":
+        """The Record of to_json()."""
+        own = {name: row[name] for name in cls.__dataclass_fields__ if name != "finding"}
+        return cls(finding=Finding.from_json(row), **own)
 
 
 Results = Mapping[str, Record]  # by the id of the claim
+
+
+def picture_of(claim: Claim) -> str:
+    """The name of the file in which a claim is drawn."""
+    return f"paper-{claim.id}.png"
+
+
+def cells_of(number: Published) -> list[Cell]:
+    """A row of the table of the paper's numbers and ours."""
+    same_size = "not compared"
+    if number.within is not None:
+        same_size = f"{'yes' if number.is_same_size else 'no'}, within {number.within:g}x"
+    return [
+        ("of", number.device, ""),
+        ("paper", number.paper_text, ""),
+        ("here", number.here_text, ""),
+        ("same size?", same_size, ""),
+    ]
 
 
 def rows_of(results: Results) -> list[tuple[Claim, Record]]:
@@ -56,86 +120,29 @@ def rows_of(results: Results) -> list[tuple[Claim, Record]]:
     return [(claim, results[claim.id]) for claim in CLAIMS if claim.id in results]
 
 
-def number_texts(number: Published) -> dict[str, str]:
-    """A number of the paper and ours, as texts with their units, and whether they are alike."""
-    same_size = "not compared"
-    if number.within is not None:
-        same_size = f"{'yes' if number.is_same_size else 'no'}, within {number.within:g}x"
-    return {
-        "text": number.text,
-        "device": number.device,
-        "paper": number.paper_text,
-        "here": number.here_text,
-        "same_size": same_size,
-    }
-
-
 def measure_claim(claim: Claim, lab: Lab, options: dict[str, Any]) -> Record:
     """Measure a claim, draw it to `lab.picture`, and return its record.
 
     An error that a user can cause, such as too little memory, makes it "not measured"."""
     start = time.time()
-    picture = f"![{claim.name}]({Path(lab.picture).name})"
+    message = ""
     try:
         finding = claim.function(lab)
         if not finding.has_picture:
             draw(finding, claim.name, lab.picture, lab.machine)
-        verdict: str = finding.verdict(lab.busy)
-        why = finding.why(lab.busy)
     except (ValueError, RuntimeError, MemoryError) as error:
         message = console.explain(error)
         if not isinstance(message, str):  # an error of ours
             raise
         finding = Finding()
-        verdict = NOT_MEASURED
-        why = message.removeprefix("error: ")
-        picture = ""
-    quick = " --quick" if options["quick"] else ""
-    used = ", ".join(f"{name} {value}" for name, value in options.items())
-    parts = [
-        f"## {claim.name}",
-        claim.text,
-        f"**{verdict}**" + (f": {why}" if why else ""),
-        *markdown_of(finding),
-        picture,
-        f"Took {time.time() - start:.0f} s, {time.strftime('%Y-%m-%d %H:%M')}; {used}.",
-    ]
     return Record(
-        claim=claim.name,
-        command=f"`paper --only {claim.id}{quick}`",
-        numbers=[number_texts(number) for number in finding.published],
-        verdict=verdict,
-        why=why,
+        finding=finding,
+        busy=lab.busy,
+        error=message.removeprefix("error: "),
+        seconds=time.time() - start,
         options=options,
-        text="\n\n".join(part for part in parts if part),
-        tables=[table.to_json() for table in finding.tables],
         provenance=provenance(),
     )
-
-
-def markdown_of(finding: Finding) -> list[str]:
-    """The paper's numbers beside ours, the reasons of the checks, and the tables."""
-    rows: dict[str, list[Cell]] = {}
-    for number in map(number_texts, finding.published):
-        rows[number["text"]] = [
-            ("of", number["device"], ""),
-            ("paper", number["paper"], ""),
-            ("here", number["here"], ""),
-            ("same size?", number["same_size"], ""),
-        ]
-    reasons = dict.fromkeys(f"- {check.reason}" for check in finding.checks)
-    tables = [table.markdown(numbers_in(table, finding.published)) for table in finding.tables]
-    return [format_table("number", rows), "\n".join(reasons), *tables]
-
-
-def numbers_in(table: Table, published: Sequence[Published]) -> dict[tuple[str, X], str]:
-    """The texts of the paper's numbers whose place is in a table, {(line, x): text}."""
-    texts: dict[tuple[str, X], str] = {}
-    for number in published:
-        place = (number.line.name, number.at)
-        if number.is_in(table) and number.paper_text not in texts.get(place, ""):
-            texts[place] = ", ".join(filter(None, [texts.get(place), number.paper_text]))
-    return texts
 
 
 def read_results(directory: Path) -> dict[str, Record]:
@@ -144,22 +151,24 @@ def read_results(directory: Path) -> dict[str, Record]:
     file = directory / "paper.json"
     if not file.exists():
         return {}
-    names = {field.name for field in fields(Record)}
-    claims = json.loads(file.read_text("utf-8"))["claims"]
-    return {
-        key: Record(**row) for key, row in claims.items() if row.keys() | {"provenance"} == names
-    }
+    results = {}
+    for claim_id, row in json.loads(file.read_text("utf-8"))["claims"].items():
+        try:
+            results[claim_id] = Record.from_json(row)
+        except (KeyError, TypeError):
+            continue
+    return results
 
 
 def save_results(results: Results, machine: RealMachineInfo, directory: Path) -> None:
     """Write paper.json and paper.md and, if they lie in results/, the tables of its README."""
     rows = rows_of(results)
-    records = {claim.id: asdict(record) for claim, record in rows}
+    records = {claim.id: record.to_json(claim) for claim, record in rows}
     content = {"claims": records, "machine": machine.to_json()}
     write_text(directory / "paper.json", json.dumps(content, indent=1))
     parts = [TITLE, machine.heading().removesuffix("\n"), summary(results)]
     for claim, record in rows:
-        parts += [f'<a id="{claim.id.lower()}"></a>', record.text]
+        parts += [f'<a id="{claim.id.lower()}"></a>', record.markdown(claim)]
     write_text(directory / "paper.md", "\n\n".join(parts) + "\n")
     if directory.resolve().parent == RESULTS:
         write_index()
@@ -168,15 +177,11 @@ def save_results(results: Results, machine: RealMachineInfo, directory: Path) ->
 def summary(results: Results) -> str:
     """A table in Markdown with a line for each claim: its first number, and the verdict. The ids
     are links to the details, in the same page."""
-    rows: dict[str, list[Cell]] = {}
+    rows = []
     for claim, record in rows_of(results):
-        headline = record.headline(claim.title)
-        rows[f"[{claim.id}](#{claim.id.lower()}): {headline['text']}"] = [
-            ("paper", headline["paper"], ""),
-            ("here", headline["here"], ""),
-            ("verdict", record.verdict, ""),
-        ]
-    return format_table("claim", rows)
+        text, cells = record.headline(claim)
+        rows.append([f"[{claim.id}](#{claim.id.lower()}): {text}", *cells])
+    return markdown(dict.fromkeys(("claim", "paper", "here", "verdict"), ""), rows)
 
 
 def index_table(results: Results) -> str:
@@ -184,9 +189,8 @@ def index_table(results: Results) -> str:
     ours and the verdict. Columns are not aligned, so that no line is long."""
     lines = ["| claim | paper | here | verdict |", "|---|---:|---:|---|"]
     for claim, record in rows_of(results):
-        headline = record.headline(claim.title)
-        cells = [f"{claim.id}: {claim.clause}", headline["paper"], headline["here"], record.verdict]
-        lines.append(f"| {' | '.join(cells)} |")
+        _, cells = record.headline(claim)
+        lines.append(f"| {' | '.join([f'{claim.id}: {claim.clause}', *cells])} |")
     return "\n".join(lines)
 
 

@@ -10,10 +10,11 @@ SS is Sarathi-Serve, B a post on schedulers; F is a figure, T a table, a number 
 Read first: offline.py. Read next: claims.py."""
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 from lab.claims.checks import Condition, falls, less, rises
-from lab.claims.claim import MISTRAL_7B, YI_34B, Finding, claim
+from lab.claims.claim import MISTRAL_7B, SAME_SIZE, YI_34B, Finding, claim
 from lab.claims.labs import Lab, Served
 from lab.claims.offline import EVERYTHING_AT_ONCE
 from lab.claims.table import Table, over
@@ -30,6 +31,33 @@ NEXT_REQUEST = "Orca gives a slot to the next request as soon as one ends."
 LATE = 3  # decode iterations of a full batch, after which C and D come, while A and B run
 POINTS = 24  # of a line over time
 ALL = 1.0  # the load that would take all that the device is estimated to do: none keeps up with it
+
+# What the papers publish: gains of Sarathi-Serve in capacity, by the system that it is over
+FIGURE_10 = {  # Mistral-7B, strict SLO: as a summary of the paper reads them off
+    "sharegpt4": {"vLLM": 2.15, "Orca": 2.78},
+    "arxiv": {"vLLM": 1.97, "Orca": 1.82},
+}
+YI_34B_GAINS = {"vLLM": 3.7, "Orca": 4.0}  # section 5.1
+FIGURE_12 = {"100 ms": 3.5, "1 s": 1.65}  # Mistral-7B and Yi-34B, over vLLM
+TABLE_4 = {  # trace -> {policy: its P50 TTFT and P99 TBT, s}
+    "sharegpt4": {
+        "hybrid-only": (0.53, 0.68),
+        "chunked-only": (1.04, 0.17),
+        "sarathi-serve": (0.76, 0.14),
+    },
+    "arxiv": {
+        "hybrid-only": (3.78, 1.38),
+        "chunked-only": (5.38, 0.20),
+        "sarathi-serve": (3.90, 0.17),
+    },
+}
+POST: dict[str, dict[str, float]] = {  # what it says of each policy
+    "request-level": {"tokens/s": 1200, "P99 TBT": 0.85, "P99 TTFT": 3.2},
+    "orca": {"tokens/s": 2800, "P99 TBT": 0.42, "P99 TTFT": 1.8},
+    "sarathi-serve:512": {"tokens/s": 2650, "P99 TBT": 0.085, "P99 TTFT": 2.1},
+    "sarathi-serve:256": {"tokens/s": 2550, "P99 TBT": 0.065, "P99 TTFT": 2.4},
+    "sarathi-serve:128": {"tokens/s": 2400, "P99 TBT": 0.055, "P99 TTFT": 2.8},
+}
 
 
 @claim("Requests A to D over time, under four policies", seconds=(30, 35))
@@ -62,13 +90,43 @@ def ss_f7(lab: Lab) -> Finding:
         less(stalls["request-level"], 1), "Nobody is let in before A and B have all their output."
     )
     for policy in ("vllm", "orca"):
-        finding.expect(less(stalls["sarathi-serve"].times(3), stalls[policy]), whole)
+        finding.expect(less(3 * stalls["sarathi-serve"], stalls[policy]), whole)
         finding.expect(
             less(ttft[policy], ttft["request-level"]),
             "C and D wait until A and B have all their output, or for no longer than a prompt.",
         )
-        finding.expect(less(tbt["sarathi-serve"].times(2.5), tbt[policy]), whole)
+        finding.expect(less(2.5 * tbt["sarathi-serve"], tbt[policy]), whole)
+    finding.tables.append(prompts_in_turn(served))
+    of_d = finding.tables[-1]
+    finding.expect(
+        less(of_d["sarathi-serve"], 1, at="start"),
+        "What was started is finished before a new prompt begins.",
+    )
+    for policy in ("vllm", "sarathi-serve"):
+        finding.expect(
+            less(0, of_d[policy], at="end"), "New prompts get what is left of a batch's tokens."
+        )
     return finding
+
+
+def prompts_in_turn(served: Served) -> Table:
+    """How much of D's prompt is computed before the last chunk of C's, and beside it."""
+    table = Table("D's prompt", "when", "tokens", ",.0f", timed=False)
+    for name, run in served.records.items():
+        of_c, of_d = [
+            {
+                number: length
+                for number, iteration in enumerate(run.iterations)
+                for request_id, _, length, is_decode in iteration.chunks
+                if request_id == request and not is_decode
+            }
+            for request in (2, 3)
+        ]
+        last = max(of_c)
+        before = sum(length for number, length in of_d.items() if number < last)
+        table.add("before C's last chunk", {name: before})
+        table.add("beside it", {name: of_d.get(last, 0)})
+    return table
 
 
 @claim(
@@ -82,54 +140,47 @@ def ss_f10(lab: Lab) -> Finding:
     The abstract says up to 2.6x over vLLM for Mistral-7B, without a data set; section 5.1 says 3.7x
     for Yi-34B, the figure 2.44x. LLaMA2-70B gains up to 6.3x over Orca and 4.3x over vLLM,
     Falcon-180B up to 5.6x."""
-    requests = {
-        "sharegpt4": lab.pick(gpu=100, cpu=20, quick=60),
-        "arxiv": lab.pick(gpu=100, cpu=60),
-    }
+    requests = {"sharegpt4": lab.pick(100, cpu=20, quick=60), "arxiv": lab.pick(100, cpu=60)}
     # arxiv takes an hour on a CPU: there it is simulated
-    simulated = lab.pick(gpu=(), cpu=("arxiv",), quick=("sharegpt4", "arxiv"))
-    published = {  # from Figure 10, strict SLO: over vLLM, over Orca
-        "sharegpt4": (2.15, 2.78),
-        "arxiv": (1.97, 1.82),
-    }
+    simulated = lab.pick((), cpu=("arxiv",), quick=("sharegpt4", "arxiv"))
     finding = Finding(MISTRAL_7B)
     for lengths, count in requests.items():
         title = lengths + (", simulated" if lengths in simulated else "")
-        table = finding.table(title, x="SLO s", y="requests/s", spec=".2f", log="x")
+        table = finding.table(title, "SLO s", "requests/s", ".2f", "x")
         for slo in ("strict", "relaxed"):
             capacities = lab.capacity(
                 ["orca", "vllm", *BUDGETS],
                 slo=slo,
                 lengths=lengths,
                 requests=count,
-                batch=lab.pick(gpu=128, cpu=32),
+                batch=lab.pick(128, cpu=32),
                 simulated=lengths in simulated,
             )
             table.add(round(capacities.slo_s, 3), capacities.qps)
-        sarathi_serve = table.best("sarathi-serve", BUDGETS)
-        over_vllm = sarathi_serve.over(table["vllm"], spec=".2fx")
-        over_orca = sarathi_serve.over(table["orca"], spec=".2fx")
-        finding.expect(less(1.05, over_vllm, at="start"), STRICT)
-        finding.expect(less(1.05, over_orca, at="start"), STRICT)
-        finding.expect(falls(over_vllm), RELAXED)
+        best = table.best("sarathi-serve", BUDGETS)
+        gains = {"vLLM": best / table["vllm"], "Orca": best / table["orca"]}
+        for gain in gains.values():
+            finding.expect(less(1.05, gain, at="start"), STRICT)
+        finding.expect(falls(gains["vLLM"]), RELAXED)
+        small, large = [table[name] for name in BUDGETS]
+        finding.expect(
+            less(1.05 * small, large, at="end"),
+            "Smaller chunks read the weights more often: their queue grows at a lower rate.",
+            lab.ridge_above(BUDGET),
+        )
         strict = table.xs[0]
-        paper_vllm, paper_orca = published[lengths]
-        finding.publish(f"over vLLM, {lengths}, strict", paper_vllm, over_vllm, strict)
-        finding.publish(f"over Orca, {lengths}, strict", paper_orca, over_orca, strict)
+        for system, gain in gains.items():
+            paper = FIGURE_10[lengths][system]
+            finding.publish(f"over {system}, {lengths}, strict", paper, gain, strict)
         if lengths == "sharegpt4":  # whose requests are far from the longest
             finding.expect(
-                less(table["orca"].times(1.05), table["vllm"], at="end"),
+                less(1.05 * table["orca"], table["vllm"], at="end"),
                 "Who reserves memory page by page runs more requests at once.",
             )
-            for system, paper, line in (("vLLM", 3.7, over_vllm), ("Orca", 4.0, over_orca)):
-                finding.publish(
-                    f"over {system}, as the text says",
-                    paper,
-                    line,
-                    strict,
-                    device=YI_34B,
-                    within=None,
-                )
+            for system, gain in gains.items():
+                text = f"over {system}, as the text says"
+                paper = YI_34B_GAINS[system]
+                finding.publish(text, paper, gain, strict, device=YI_34B, within=None)
     return finding
 
 
@@ -145,32 +196,29 @@ class CapacitiesOverSLO:
 def capacities_over_slo(lab: Lab) -> CapacitiesOverSLO:
     """Search capacities as in Figure 12."""
     multiples = lab.pick(
-        gpu=["strict", "10x", "15x", "relaxed", "50x"],
+        ["strict", "10x", "15x", "relaxed", "50x"],
         cpu=["strict", "15x", "relaxed"],
         quick=["strict", "15x", "50x"],
     )
-    small_batches = lab.pick(gpu=[32, 64], cpu=[8, 16])
-    large_batch = lab.pick(gpu=128, cpu=32)
-    title = "sharegpt4" + lab.pick(gpu="", quick=", simulated")
-    table = Table(title, x="SLO s", y="requests/s", spec=".2f", log="x")
-    cases = [(batch, ["vllm"]) for batch in small_batches]
-    cases.append((large_batch, ["orca", "vllm", *BUDGETS]))
-    for batch, policies in cases:
-        for slo in multiples:
-            capacities = lab.capacity(
-                policies,
-                slo=slo,
-                lengths="sharegpt4",
-                requests=lab.pick(gpu=100, cpu=20, quick=60),
-                batch=batch,
-                kv_tokens=lab.pick(gpu=40960, cpu=10240),  # whatever the batch
-            )
-            qps = {f"{name}, batch {batch}": rate for name, rate in capacities.qps.items()}
-            table.add(round(capacities.slo_s, 3), qps)
+    batches = lab.pick([32, 64, 128], cpu=[8, 16, 32])
+    largest = batches[-1]
+    title = "sharegpt4" + lab.pick("", quick=", simulated")
+    table = Table(title, "SLO s", "requests/s", ".2f", "x")
+    for batch, slo in product(batches, multiples):
+        capacities = lab.capacity(
+            ["orca", "vllm", *BUDGETS] if batch == largest else ["vllm"],
+            slo=slo,
+            lengths="sharegpt4",
+            requests=lab.pick(100, cpu=20, quick=60),
+            batch=batch,
+            kv_tokens=lab.pick(40960, cpu=10240),  # whatever the batch
+        )
+        qps = {f"{name}, batch {batch}": rate for name, rate in capacities.qps.items()}
+        table.add(round(capacities.slo_s, 3), qps)
     return CapacitiesOverSLO(
         table,
-        vllm=[f"vllm, batch {batch}" for batch in (*small_batches, large_batch)],
-        sarathi_serve=[f"{name}, batch {large_batch}" for name in BUDGETS],
+        vllm=[f"vllm, batch {batch}" for batch in batches],
+        sarathi_serve=[f"{name}, batch {largest}" for name in BUDGETS],
     )
 
 
@@ -183,12 +231,12 @@ def ss_f12(lab: Lab) -> Finding:
     table = capacities.table
     best_vllm = table.best("vllm", capacities.vllm)
     best_budget = table.best("sarathi-serve", capacities.sarathi_serve)
-    gain = best_budget.over(best_vllm, spec=".2fx")
+    gain = best_budget / best_vllm
     finding = Finding(MISTRAL_7B, tables=[table])
     finding.expect(less(1.05, gain, at="start"), STRICT)
     finding.expect(falls(gain), RELAXED)
-    finding.publish("over vLLM, 100 ms", 3.5, gain, table.xs[0])
-    finding.publish("over vLLM, 1 s", 1.65, gain, table.xs[-1], device=YI_34B)
+    finding.publish("over vLLM, 100 ms", FIGURE_12["100 ms"], gain, table.xs[0])
+    finding.publish("over vLLM, 1 s", FIGURE_12["1 s"], gain, table.xs[-1], device=YI_34B)
     return finding
 
 
@@ -200,24 +248,18 @@ def ss_5_2(lab: Lab) -> Finding:
     capacities = capacities_over_slo(lab)
     table = capacities.table
     finding = Finding(MISTRAL_7B, tables=[table])
-    spread = finding.table("vllm", x=table.x, y="largest over smallest", spec=".2f")
-    lines = [table[name] for name in capacities.vllm]
+    spread = finding.table("vllm", table.x, "largest over smallest", ".2f")
     for slo_s in table.xs:
-        rates = [rate for line in lines if (rate := line.at(slo_s)) is not None]
+        rates = [rate for name in capacities.vllm if (rate := table[name].at(slo_s)) is not None]
         ratio = over(max(rates, default=None), min(rates, default=None))
         spread.add(slo_s, {"three batch sizes": ratio})
-    alike = spread["three batch sizes"]
+    (alike,) = spread
     finding.expect(
         less(alike, 1.6, at="start"),
         "A strict SLO is missed by the stall of a prompt, whatever the batch.",
     )
-    finding.publish(
-        "largest over smallest capacity of three batch sizes: largely identical",
-        1.0,
-        alike,
-        table.xs[0],
-        within=1.3,
-    )
+    text = "largest over smallest capacity of three batch sizes: largely identical"
+    finding.publish(text, 1.0, alike, table.xs[0], within=1.3)
     return finding
 
 
@@ -227,51 +269,39 @@ def ss_t4(lab: Lab) -> Finding:
 
     The paper serves 1 chat or half a summary a second, 128 requests; its caption says a budget of
     1,024 tokens, its script 512, here it is a sixteenth or an eighth of the longest request."""
-    hybrid = "hybrid-only"
-    chunked = f"chunked-only:{BUDGET}"
-    policies = [hybrid, chunked, SARATHI_SERVE]
+    policies = ["hybrid-only", f"chunked-only:{BUDGET}", SARATHI_SERVE]
     finding = Finding(YI_34B)
-    ttft = finding.table("P50 TTFT", x="lengths", y="s", spec=".3f", log="y")
-    tbt = finding.table("P99 TBT", x="lengths", y="s", spec=".3f", log="y")
-    for lengths in ("sharegpt4", "arxiv"):
-        requests = lab.pick(gpu=128, cpu=32, quick=12)
-        served = lab.serve(policies, lengths=lengths, requests=requests)
+    tables = [finding.table(title, "lengths", "s", ".3f", "y") for title in ("P50 TTFT", "P99 TBT")]
+    ttft, tbt = tables
+    for lengths in TABLE_4:
+        served = lab.serve(policies, lengths=lengths, requests=lab.pick(128, cpu=32, quick=12))
         ttft.add(lengths, {name: run.ttft_s.p50 for name, run in served.runs.items()})
         tbt.add(lengths, {name: run.tbt_s.p99 for name, run in served.runs.items()})
-    ratios = {
-        (quantity, policy): table[policy].over(table[SARATHI_SERVE], spec=".2fx")
-        for quantity, table in (("P50 TTFT", ttft), ("P99 TBT", tbt))
-        for policy in (hybrid, chunked)
-    }
+    (hybrid_ttft, chunked_ttft), (hybrid_tbt, chunked_tbt) = [
+        [table[policy] / table[SARATHI_SERVE] for policy in policies[:2]] for table in tables
+    ]
     few_decodes = lab.ridge_above(32)
+    finding.expect(less(hybrid_ttft, 1), "A prompt that is not cut is done in one iteration.")
     finding.expect(
-        less(ratios["P50 TTFT", hybrid], 1), "A prompt that is not cut is done in one iteration."
-    )
-    finding.expect(
-        less(1, ratios["P50 TTFT", chunked]),
+        less(1, chunked_ttft),
         "Between two chunks there is an iteration of decodes, which reads all weights; in a hybrid "
         "batch decodes take their own number from the chunk.",
         few_decodes,
     )
     finding.expect(
-        less(1, ratios["P99 TBT", chunked]),
+        less(1, chunked_tbt),
         "Between two tokens there are a chunk and an iteration, or one of both.",
         few_decodes,
     )
-    finding.expect(
-        less(1.5, ratios["P99 TBT", hybrid]), "Decodes wait for whole prompts, or for chunks."
-    )
-    published = {  # of the policy over both, in seconds: chats, arxiv
-        ("P99 TBT", hybrid): (0.68 / 0.14, 1.38 / 0.17),
-        ("P99 TBT", chunked): (0.17 / 0.14, 0.20 / 0.17),
-        ("P50 TTFT", hybrid): (0.53 / 0.76, 3.78 / 3.90),
-        ("P50 TTFT", chunked): (1.04 / 0.76, 5.38 / 3.90),
-    }
-    for (quantity, policy), (chats, papers) in published.items():
-        text = f"{quantity}, {policy.partition(':')[0]}"
-        line = ratios[quantity, policy]
-        finding.publish(f"{text}, chats", chats, line, "sharegpt4")
-        finding.publish(f"{text}, arxiv", papers, line, "arxiv")
+    finding.expect(less(1.5, hybrid_tbt), "Decodes wait for whole prompts, or for chunks.")
+    for line in (hybrid_tbt, chunked_tbt, hybrid_ttft, chunked_ttft):
+        title = line.table.title
+        number = 1 if line.table is tbt else 0
+        policy = line.name.partition(":")[0].partition(" ")[0]
+        for lengths, text in {"sharegpt4": "chats", "arxiv": "arxiv"}.items():
+            published = TABLE_4[lengths]
+            paper = published[policy][number] / published["sarathi-serve"][number]
+            finding.publish(f"{title}, {policy}, {text}", paper, line, lengths)
     return finding
 
 
@@ -285,64 +315,61 @@ def ss_f1(lab: Lab) -> Finding:
 
     Figure 1 shows a stall and the tail of TBT over load; Figure 2 is a sketch of who trades
     throughput for TBT."""
-    requests = lab.pick(gpu=128, cpu=32, quick=12)
     served = {}  # load, as a share of the estimated capacity -> runs
-    for load in lab.pick(gpu=[0.25, 0.5, ALL], quick=[0.5, ALL]):
+    for load in lab.pick([0.25, 0.5, ALL], quick=[0.5, ALL]):
         others = ["request-level", "orca"] if load == ALL else []
         policies = [*others, "vllm", SARATHI_SERVE]
+        requests = lab.pick(128, cpu=32, quick=12)
         served[load] = lab.serve(policies, requests=requests, load=load)
     finding = Finding(tables=tokens_over_time(served[ALL]))
-    stall = finding.table("longest stall", x="load", y="s", spec=".3f", log="y")
-    tbt = finding.table("P99 TBT", x="load", y="s", spec=".3f", log="y")
-    throughput = finding.table("throughput", x="load", y="tokens/s", spec=",.0f")
-    prefill = finding.table(
-        "prompt tokens in the longest stall", x="load", y="tokens", spec=",.0f", timed=False
-    )
-    preempted = 0
-    for load, at_load in served.items():
-        for name, run in at_load.runs.items():
-            summary = run
-            longest = summary.stalls.longest
-            preempted += summary.preemptions or 0
-            stall.add(load, {name: summary.longest_stall_s})
-            tbt.add(load, {name: summary.tbt_s.p99})
-            throughput.add(load, {name: summary.tokens_per_s})
-            prefill.add(load, {name: longest.prefill_tokens if longest else None})
-    counted = f"{preempted} preemptions were counted"
-    none_loses_pages = Condition("no request is preempted", preempted == 0, counted)
+    preempted = sum(run.preemptions or 0 for each in served.values() for run in each.runs.values())
+    stall, tbt, throughput, prefill = tables_over_load(finding, served)
     our_prefill = prefill[SARATHI_SERVE]
     our_tbt = tbt[SARATHI_SERVE]
     whole_prompts = "A prompt is computed whole, and until it is done no decode gets a token."
-    static = throughput["request-level"].times(1.1)
-    finding.expect(less(our_prefill.times(2), prefill["vllm"], at="end"), whole_prompts)
+    finding.expect(less(2 * our_prefill, prefill["vllm"], at="end"), whole_prompts)
     finding.expect(
         less(our_prefill, BUDGET),
         "Between two tokens of a request lies one iteration, of no more than the budget.",
-        none_loses_pages,
+        Condition(
+            "no request is preempted", not preempted, f"{preempted} preemptions were counted"
+        ),
     )
     finding.expect(
         rises(tbt["vllm"]),
         "The more requests arrive, the more prompts are computed one after another.",
     )
-    finding.expect(less(our_tbt.times(1.1), tbt["vllm"], at="end"), whole_prompts)
+    finding.expect(less(1.1 * our_tbt, tbt["vllm"], at="end"), whole_prompts)
     finding.expect(
-        less(tbt["request-level"], our_tbt.times(1.1)),
+        less(tbt["request-level"], 1.1 * our_tbt),
         "No prompt comes between two tokens of a batch that runs to its end.",
     )
     finding.expect(
-        less(static, throughput[SARATHI_SERVE]),
+        less(1.1 * throughput["request-level"], throughput[SARATHI_SERVE]),
         "Slots stay empty until the longest request of the batch has ended.",
     )
+    text = "the longest stall of vLLM, several seconds"
     seconds = Bounded(2.0, "at least")
-    finding.publish(
-        "the longest stall of vLLM, several seconds",
-        seconds,
-        stall["vllm"],
-        ALL,
-        within=None,
-        unit=" s",
-    )
+    finding.publish(text, seconds, stall["vllm"], ALL, within=None, unit=" s")
     return finding
+
+
+def tables_over_load(finding: Finding, served: dict[float, Served]) -> list[Table]:
+    """Add tables over the load: longest stall, P99 TBT, throughput, and the prompt tokens in the
+    longest stall."""
+    stall = finding.table("longest stall", "load", "s", ".3f", "y")
+    tbt = finding.table("P99 TBT", "load", "s", ".3f", "y")
+    throughput = finding.table("throughput", "load", "tokens/s", ",.0f")
+    title = "prompt tokens in the longest stall"
+    prefill = finding.table(title, "load", "tokens", ",.0f", timed=False)
+    for load, at_load in served.items():
+        for name, run in at_load.runs.items():
+            longest = run.stalls.longest
+            stall.add(load, {name: run.longest_stall_s})
+            tbt.add(load, {name: run.tbt_s.p99})
+            throughput.add(load, {name: run.tokens_per_s})
+            prefill.add(load, {name: longest.prefill_tokens if longest else None})
+    return [stall, tbt, throughput, prefill]
 
 
 def tokens_over_time(served: Served) -> list[Table]:
@@ -352,17 +379,16 @@ def tokens_over_time(served: Served) -> list[Table]:
     if longest is None:
         return []
     title = f"request {longest.request_id}"
-    table = Table(title, x="s since it arrived", y="output tokens", spec=",.0f")
+    table = Table(title, "s since it arrived", "output tokens", ",.0f")
     completions = {
         name: served.records[name].completions[longest.request_id]
         for name in ("vllm", SARATHI_SERVE)
     }
     seconds = max(completion.latency or 0.0 for completion in completions.values())
-    for point in range(POINTS + 1):
+    for point, (name, completion) in product(range(POINTS + 1), completions.items()):
         elapsed_s = seconds * point / POINTS
-        for name, completion in completions.items():
-            tokens = bisect_right(completion.token_times, completion.arrival + elapsed_s)
-            table.add(round(elapsed_s, 2), {name: tokens})
+        tokens = bisect_right(completion.token_times, completion.arrival + elapsed_s)
+        table.add(round(elapsed_s, 2), {name: tokens})
     return [table]
 
 
@@ -375,40 +401,35 @@ def ss_4_3(lab: Lab) -> Finding:
     budgeted = lab.token_budgets(
         ["strict", "relaxed"],
         decodes=decode_count,
-        max_budget=lab.pick(gpu=8192, cpu=4096),
-        tile=lab.pick(gpu=128, cpu=32, quick=128),
+        max_budget=lab.pick(8192, cpu=4096),
+        tile=lab.pick(128, cpu=32, quick=128),
     )
     finding = Finding()
-    times = finding.table("an iteration with 32 decodes", x="token budget", y="ms", spec=".1f")
+    times = finding.table("an iteration with 32 decodes", "token budget", "ms", ".1f")
     for row in sorted(budgeted.profile):
         times.add(row.budget, {"iteration": 1e3 * row.seconds})
         slos_ms = {f"{slo} SLO": 1e3 * seconds for slo, seconds in budgeted.slos_s.items()}
         times.add(row.budget, slos_ms)
-    budgets = finding.table("the largest within an SLO", x="SLO", y="tokens", spec=",.0f")
-    compared = Table("of an SLO", y="tokens", spec=",.0f")
+    budgets = finding.table("the largest within an SLO", "SLO", "tokens", ",.0f")
+    compared = Table("of an SLO")
     for slo, budget in budgeted.budgets.items():
         chunk = Bounded(budget - decode_count, budget.bound)
         budgets.add(slo, {"token budget": budget, "chunk": chunk})
         compared.add("tokens", {f"{slo} budget": budget, f"{slo} chunk": chunk})
-    ratio = compared["relaxed budget"].over(compared["strict budget"], ".1fx")
-    twice = less(compared["strict chunk"].times(2), compared["relaxed chunk"])
     finding.expect(
         rises(times["iteration"]),
         "A batch of more tokens multiplies the same weights by more rows.",
     )
-    finding.expect(twice, "Of 5 and 25 decode iterations a chunk has 4 and 24: six times as long.")
-    for slo, paper, device in (
-        ("strict", 512, "all models"),
-        ("relaxed", 2048, "all models but LLaMA2-70B"),
-    ):
-        finding.publish(
-            f"token budget, {slo} SLO",
-            paper,
-            budgets["token budget"],
-            slo,
-            device=device,
-            within=None,
-        )
+    finding.expect(
+        less(2 * compared["strict chunk"], compared["relaxed chunk"]),
+        "Of 5 and 25 decode iterations a chunk has 4 and 24: six times as long.",
+    )
+    models = {"strict": "all models", "relaxed": "all models but LLaMA2-70B"}
+    for slo, paper in {"strict": 512, "relaxed": 2048}.items():
+        text = f"token budget, {slo} SLO"
+        line = budgets["token budget"]
+        finding.publish(text, paper, line, slo, device=models[slo], within=None)
+    ratio = replace(compared["relaxed budget"] / compared["strict budget"], spec=".1fx")
     finding.publish("relaxed over strict", 4, ratio, "tokens")
     return finding
 
@@ -425,26 +446,57 @@ def b_7(lab: Lab) -> Finding:
     The post gives static batching the longest P99 TBT, 850 ms, which contradicts Sarathi-Serve
     (section 2.5): nobody is let in between two tokens. It gives Orca more tokens/s than any chunk
     size, SARATHI fewer. So neither number is compared."""
-    slots = lab.pick(gpu=20, cpu=6, quick=3)
-    max_len = lab.pick(gpu=2048, cpu=1024)
-    small_chunk = lab.pick(gpu=128, cpu=32)
-    small, medium, large = [f"sarathi:{factor * small_chunk}" for factor in (1, 2, 4)]
     static = "request-level"
-    finding = Finding("70B, 128 users")
-    throughput = finding.table("throughput", x="when", y="tokens/s", spec=",.0f")
-    tbt = finding.table("P99 TBT", x="when", y="s", spec=".3f")
-    ttft = finding.table("P99 TTFT", x="when", y="s", spec=".2f")
+    chunk = lab.pick(128, cpu=32)
+    small, medium, large = [f"sarathi:{factor * chunk}" for factor in (1, 2, 4)]
     at_once = "all at once"
     in_turn = "one after another"
-    for when, qps, policies in (
-        (at_once, EVERYTHING_AT_ONCE, [static, "orca", small, medium, large]),
-        (in_turn, None, [static, "orca", small]),
+    finding = Finding("70B, 128 users")
+    loads = {at_once: [static, "orca", small, medium, large], in_turn: [static, "orca", small]}
+    throughput, tbt, ttft = serve_users(lab, finding, loads)
+    orca_gain = throughput["orca"] / throughput[static]
+    wait = ttft[static] / ttft["orca"]
+    finding.expect(
+        less(*[tbt[name] for name in (static, small, medium, large, "orca")], at="start"),
+        "Between two tokens there is nobody's prompt, a chunk, or a whole prompt.",
+    )
+    finding.expect(less(1.05, orca_gain, at="start"), NEXT_REQUEST)
+    finding.expect(
+        less(1.05, wait, at="end"),
+        "Static batching lets prompts wait until the whole batch has ended.",
+    )
+    of_128 = "chunks of 128"
+    in_post = {"static": POST[static], "Orca": POST["orca"], of_128: POST["sarathi-serve:128"]}
+    for number, one, other, ratio, contradicts, when in (
+        ("P99 TBT", "Orca", of_128, tbt["orca"] / tbt[small], "", at_once),
+        ("tokens/s", "Orca", "static", orca_gain, "", at_once),
+        ("tokens/s", of_128, "Orca", throughput[small] / throughput["orca"], "SARATHI", at_once),
+        ("P99 TTFT", "static", "Orca", wait, "", in_turn),
+        ("P99 TBT", "static", of_128, tbt[static] / tbt[small], "Sarathi-Serve", at_once),
     ):
+        text = f"{number}, {one} over {other}"
+        if contradicts:
+            text += f": contradicts {contradicts}"
+        paper = in_post[one][number] / in_post[other][number]
+        within = None if contradicts else SAME_SIZE
+        finding.publish(text, paper, ratio, when, within=within)
+    return finding
+
+
+def serve_users(lab: Lab, finding: Finding, loads: dict[str, list[str]]) -> list[Table]:
+    """Serve the post's users under these policies, all at once or one after another. Adds tables of
+    throughput, P99 TBT and P99 TTFT."""
+    throughput = finding.table("throughput", "when", "tokens/s", ",.0f")
+    tbt = finding.table("P99 TBT", "when", "s", ".3f")
+    ttft = finding.table("P99 TTFT", "when", "s", ".2f")
+    slots = lab.pick(20, cpu=6, quick=3)
+    max_len = lab.pick(2048, cpu=1024)
+    for when, policies in loads.items():
         served = lab.serve(
             policies,
-            requests=lab.pick(gpu=128, cpu=32, quick=16),
-            load=lab.pick(gpu=0.5, cpu=0.3),  # of a server with more slots
-            qps=qps,
+            requests=lab.pick(128, cpu=32, quick=16),
+            load=lab.pick(0.5, cpu=0.3),  # of a server with more slots
+            qps=EVERYTHING_AT_ONCE if when == "all at once" else None,
             batch=slots,
             max_len=max_len,
             kv_tokens=slots * max_len,
@@ -453,36 +505,4 @@ def b_7(lab: Lab) -> Finding:
             throughput.add(when, {name: run.tokens_per_s})
             tbt.add(when, {name: run.tbt_s.p99})
             ttft.add(when, {name: run.ttft_s.p99})
-    orca_gain = throughput["orca"].over(throughput[static], spec=".2fx")
-    chunk_gain = throughput[small].over(throughput["orca"], spec=".2fx")
-    stall = tbt["orca"].over(tbt[small], spec=".2fx")
-    static_stall = tbt[static].over(tbt[small], spec=".2fx")
-    wait = ttft[static].over(ttft["orca"], spec=".2fx")
-    tbt_lines = [tbt[name] for name in (static, small, medium, large, "orca")]
-    finding.expect(
-        less(*tbt_lines, at="start"),
-        "Between two tokens there is nobody's prompt, a chunk, or a whole prompt.",
-    )
-    finding.expect(less(1.05, orca_gain, at="start"), NEXT_REQUEST)
-    finding.expect(
-        less(1.05, wait, at="end"),
-        "Static batching lets prompts wait until the whole batch has ended.",
-    )
-    finding.publish("P99 TBT, Orca over chunks of 128", 420 / 55, stall, at_once)
-    finding.publish("tokens/s, Orca over static", 2800 / 1200, orca_gain, at_once)
-    finding.publish(
-        "tokens/s, chunks of 128 over Orca: contradicts SARATHI",
-        2400 / 2800,
-        chunk_gain,
-        at_once,
-        within=None,
-    )
-    finding.publish("P99 TTFT, static over Orca", 3.2 / 1.8, wait, in_turn)
-    finding.publish(
-        "P99 TBT, static over chunks of 128: contradicts Sarathi-Serve",
-        850 / 55,
-        static_stall,
-        at_once,
-        within=None,
-    )
-    return finding
+    return [throughput, tbt, ttft]

@@ -47,14 +47,6 @@ def chunk_seconds(cost: CostModel, chunk: int) -> float:
 
 
 @dataclass(frozen=True)
-class Server:
-    """A server of one of the papers' loads."""
-
-    policy: str  # as run_plan takes it
-    batch: int
-
-
-@dataclass(frozen=True)
 class ServingSystem:
     """One of Sarathi-Serve's systems (SS-T1, SS-§5). GPUs are joined in pairs by NVLink, so that
     four or eight talk through PCIe."""
@@ -74,13 +66,14 @@ class ServingSystem:
         excess = [(chunk, s - chunk_seconds(cost, chunk)) for chunk, s in self.prefill_s.items()]
         return replace(cost, measured_excess=tuple(excess))
 
-    def servers(self, slo: str) -> dict[str, Server]:
-        """The servers that are compared under the "strict" or the "relaxed" SLO (SS-§5.1)."""
+    def servers(self, slo: str) -> dict[str, tuple[str, int]]:
+        """The servers that are compared under the "strict" or the "relaxed" SLO (SS-§5.1): their
+        policies, as run_plan takes them, and batch sizes."""
         budget = 512 if slo == "strict" else self.relaxed_budget
         return {
-            "orca": Server("orca", self.orca_batch),
-            "vllm": Server("vllm", 128),
-            "sarathi-serve": Server(f"sarathi-serve:{budget}", 128),
+            "orca": ("orca", self.orca_batch),
+            "vllm": ("vllm", 128),
+            "sarathi-serve": (f"sarathi-serve:{budget}", 128),
         }
 
 

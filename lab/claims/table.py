@@ -6,7 +6,8 @@
 
 A number that is not known, None, is a gap. Read next: claim.py, which compares lines."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from lab.measure.capacity import Bounded
 
 X = float | str
 Y = float | None
+Extreme = Callable[..., Any]  # max or min
 
 
 @dataclass(frozen=True)
@@ -36,38 +38,25 @@ class Line:
         """Its numbers but for gaps, in order."""
         return {x: y for x in self.table.xs if (y := self.at(x)) is not None}
 
-    def times(self, factor: float) -> "Line":
+    def __rmul__(self, factor: float) -> "Line":
         """This line, each number multiplied."""
         values = {x: None if y is None else factor * y for x, y in self.values.items()}
         return replace(self, name=f"{factor:g} * {self.name}", values=values)
 
-    def over(self, other: "Line", spec: str = "") -> "Line":
-        """This line over another one, where both are known. The quotient has this line's format, or
-        `spec`."""
+    def __truediv__(self, other: "Line") -> "Line":
+        """The ratio of this line to another one, where both are known."""
         return replace(
             self,
             name=f"{self.name} / {other.name}",
-            spec=spec or self.spec,
+            spec=".2fx",
             timed=self.timed or other.timed,
             values={x: over(self.at(x), other.at(x)) for x in self.table.xs},
         )
 
-    def x_of_largest(self) -> X:
-        """Where its largest number is; the first x if no number is known."""
+    def x_of(self, extreme: Extreme) -> X:
+        """Where its largest or smallest number is, by max or min; the first x if none is known."""
         known = self.known
-        return max(known, key=lambda x: known[x], default=self.table.xs[0])
-
-    def x_of_smallest(self) -> X:
-        """Where its smallest number is; the first x if no number is known."""
-        known = self.known
-        return min(known, key=lambda x: known[x], default=self.table.xs[0])
-
-
-def plain(y: Y) -> float | str | None:
-    """A number for JSON. One that is a bound is a text, such as "at least 6"."""
-    if isinstance(y, Bounded) and y.bound:
-        return f"{y:.4g}"
-    return y
+        return extreme(known, key=lambda x: known[x], default=self.table.xs[0])
 
 
 def over(a: Y, b: Y) -> Y:
@@ -75,6 +64,22 @@ def over(a: Y, b: Y) -> Y:
     if isinstance(a, Bounded) and isinstance(b, Bounded):
         return a.over(b)
     return a / b if a is not None and b else None
+
+
+def plain(y: Y) -> float | str | None:
+    """A number for JSON. One that is a bound is a text, such as "at least 6"."""
+    return f"{y:.4g}" if isinstance(y, Bounded) and y.bound else y
+
+
+def from_text(text: Any) -> Any:
+    """A number, or a bound of one, that was written to JSON as a text; anything else as it is."""
+    bound, _, number = str(text).rpartition(" ")
+    if bound in ("at least", "below"):
+        return Bounded(float(number), bound)
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError):
+        return text
 
 
 @dataclass
@@ -107,30 +112,28 @@ class Table:
             raise KeyError(f"{name}: no line of {self.title!r}, which has {', '.join(self.lines)}")
         return Line(self, name, self.spec, self.timed, self.lines[name])
 
-    def all_lines(self) -> list[Line]:
+    def __iter__(self) -> Iterator[Line]:
         """All lines, in order."""
-        return [self[name] for name in self.lines]
+        return map(self.__getitem__, self.lines)
 
     def best(self, name: str, variants: Sequence[str]) -> Line:
         """At each x the largest number of some lines, as a line called `name`."""
         lines = [self[variant] for variant in variants]
         values: dict[X, Y] = {}
         for x in self.xs:
-            numbers = [y for line in lines if (y := line.at(x)) is not None]
-            values[x] = max(numbers, default=None)
+            values[x] = max((line.known[x] for line in lines if x in line.known), default=None)
         return replace(lines[0], name=name, values=values)
 
-    def markdown(self, published: Mapping[tuple[str, X], str] | None = None) -> str:
+    def markdown(self, published: Mapping[tuple[str, X], str]) -> str:
         """The table, a row for each x, under the title. `published` has texts of the paper's
         numbers, {(line, x): "1.33x"}, which stand beside ours."""
         rows = []
         for x in self.xs:
-            cells = []
-            for name, values in self.lines.items():
-                text = show(values.get(x), self.spec)
-                paper = (published or {}).get((name, x))
-                cells.append(f"{text} (paper: {paper})" if paper else text)
-            rows.append([show(x, ","), *cells])
+            cells = [show(values.get(x), self.spec) for values in self.lines.values()]
+            papers = [published.get((name, x)) for name in self.lines]
+            beside = zip(cells, papers, strict=True)
+            texts = [f"{cell} (paper: {paper})" if paper else cell for cell, paper in beside]
+            rows.append([show(x, ","), *texts])
         heading = f"{self.title}: {self.y}".removeprefix(": ")
         return f"{heading}\n\n{markdown(dict.fromkeys([self.x, *self.lines], ''), rows)}"
 
@@ -140,3 +143,25 @@ class Table:
             name: {x: plain(y) for x, y in values.items()} for name, values in self.lines.items()
         }
         return asdict(self) | {"lines": lines}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> "Table":
+        """The Table of to_json()."""
+        lines = {
+            name: {from_text(x): from_text(y) for x, y in values.items()}
+            for name, values in row["lines"].items()
+        }
+        return cls(**{**row, "lines": lines})
+
+
+def line(
+    name: str,
+    values: Mapping[Any, Y],  # by x
+    *,
+    title: str = "",
+    x: str = "",
+    spec: str = ".2fx",
+    timed: bool = True,
+) -> Line:
+    """A line that no table shows."""
+    return Table(title, x, spec=spec, timed=timed, lines={name: dict(values)})[name]

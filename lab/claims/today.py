@@ -6,22 +6,31 @@ Read first: policies/today.py, policies/remedies.py. Read next: lab/commands/tod
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cli.tables import format_table
-from lab.claims.today_loads import MODEL, Server, latencies, serve
+from cli.tables import Cell, format_table
+from config import EngineConfig
 from lab.claims.today_rules import Step, conduct_of, differs, smallest_difference
 from lab.measure.capacity import possible_qps
+from lab.measure.metrics import RunSummary, summarize_run
+from lab.measure.run_loop import Run
 from lab.measure.workload import Arrival, poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from lab.simulator.random_loads import random_load
+from lab.simulator.simulation import simulate
 from policies.cards import CARDS
 from policies.priority import PRIORITIES
 
 RANDOM_LOADS = 200  # in lock step
+MODEL = "llama3-8b"  # on one A100
+PAGE_SIZE = 64
+CHUNK = 512
+MAX_LEN = 4096
+CHAT_TOKENS = 64 * MAX_LEN  # of memory
 
 
 @dataclass(frozen=True)
@@ -39,15 +48,50 @@ class Page:
 
 
 def chart_of(
-    rows: Mapping[str, Sequence[tuple[str, float, str]]], quantities: Mapping[str, str]
-) -> dict[str, dict[str, float]]:
+    rows: Mapping[str, Sequence[Cell]], quantities: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
     """The chart of some columns of a table: {head of the column: name of the quantity}."""
-    chart: dict[str, dict[str, float]] = {}
+    chart: dict[str, dict[str, Any]] = {quantity: {} for quantity in quantities.values()}
     for name, row in rows.items():
         for head, number, _ in row:
             if head in quantities:
-                chart.setdefault(quantities[head], {})[name.replace("`", "")] = number
-    return {quantity: chart[quantity] for quantity in quantities.values()}
+                chart[quantities[head]][name.replace("`", "")] = number
+    return chart
+
+
+def serve(
+    arrivals: Sequence[Arrival],
+    policy: str,
+    *,
+    chunk: int = CHUNK,
+    max_len: int = MAX_LEN,
+    tokens: int = CHAT_TOKENS,
+    max_batch: int = 64,
+    options: Mapping[str, object] | None = None,
+) -> Run:
+    """Simulate a run on one A100 with memory for so many tokens."""
+    config = EngineConfig(
+        policy,
+        chunk=chunk,
+        max_batch=max_batch,
+        max_len=max_len,
+        page_size=PAGE_SIZE,
+        pages=tokens // PAGE_SIZE,
+        policy_options=dict(options or {}),
+    )
+    return simulate(CostModel.named(MODEL), config, arrivals).run
+
+
+def summary_of(run: Run) -> RunSummary:
+    """The numbers of a run."""
+    return summarize_run(run.completions, run.iterations, run.seconds)
+
+
+def chats(requests: int, load: float) -> tuple[list[tuple[int, int]], float]:
+    """The lengths of some chats, and so many times the rate that is possible with them."""
+    lengths = sample_lengths("sharegpt4", requests, MAX_LEN, seed=0)
+    base = base_of(CostModel.named(MODEL), MAX_LEN, CHUNK)
+    return lengths, load * possible_qps(base, lengths)
 
 
 # ---- 1. Who does what today ----------------------------------------------------------------------
@@ -183,34 +227,44 @@ def long_among_short_load() -> list[Arrival]:
     return sorted([*short, *long], key=lambda arrival: arrival.time)
 
 
+def long_rows() -> dict[str, list[Cell]]:
+    """Latencies of short requests and of long ones, under each policy."""
+    arrivals = long_among_short_load()
+    long = [arrival.prompt_len == LONG_PROMPT for arrival in arrivals]
+    first_long = arrivals[long.index(True)].time
+    rows: dict[str, list[Cell]] = {}
+    for label, (policy, options) in LONG_POLICIES.items():
+        run = serve(
+            arrivals,
+            policy,
+            chunk=LONG_CHUNK,
+            max_len=LONG_MAX_LEN,
+            tokens=8 * LONG_MAX_LEN,
+            options=options,
+        )
+        ttfts = [completion.ttft or 0.0 for completion in run.completions]
+        behind = [  # those that arrive while a long prompt is computed
+            ttft
+            for arrival, is_long, ttft in zip(arrivals, long, ttfts, strict=True)
+            if not is_long
+            and first_long <= arrival.time < first_long + 15
+            and (arrival.time - first_long) % 10 < 5
+        ]
+        tbt_s = summary_of(run).tbt_s
+        long_ttfts = [ttft for is_long, ttft in zip(long, ttfts, strict=True) if is_long]
+        rows[label] = [
+            ("short TTFT P50", median(behind), ".2f"),
+            ("worst", max(behind), ".2f"),
+            ("long TTFT", max(long_ttfts), ".2f"),
+            ("TBT P99", tbt_s.p99, ".3f"),
+            ("longest gap", tbt_s.max, ".3f"),
+        ]
+    return rows
+
+
 def long_among_short() -> Page:
     """A long prompt among short ones under several policies."""
-    arrivals = long_among_short_load()
-    rows = {}
-    for label, (policy, options) in LONG_POLICIES.items():
-        tokens = 8 * LONG_MAX_LEN
-        run = serve(Server(policy, LONG_CHUNK, LONG_MAX_LEN, tokens, options=options), arrivals)
-        numbers = latencies(run)
-        pairs = list(zip(arrivals, run.completions, strict=True))
-        first_long = next(a.time for a in arrivals if a.prompt_len == LONG_PROMPT)
-        behind = [  # those that arrive while a long prompt is computed
-            c.ttft or 0.0
-            for a, c in pairs
-            if a.prompt_len < LONG_PROMPT
-            and 0 <= (a.time - first_long) % 10 < 5
-            and first_long <= a.time < first_long + 15
-        ]
-        rows[label] = [
-            ("short TTFT P50", float(np.median(behind)), ".2f"),
-            ("worst", max(behind), ".2f"),
-            (
-                "long TTFT",
-                max(c.ttft or 0.0 for a, c in pairs if a.prompt_len == LONG_PROMPT),
-                ".2f",
-            ),
-            ("TBT P99", numbers.tbt_p99, ".3f"),
-            ("longest gap", numbers.tbt_max, ".3f"),
-        ]
+    rows = long_rows()
     return Page(
         "long-prompt",
         "One long prompt among short ones",
@@ -244,8 +298,7 @@ def long_among_short() -> Page:
 
 # ---- 4. How much memory to reserve ---------------------------------------------------------------
 
-MEMORY_MAX_LEN = 4096
-MEMORY_TOKENS = 6 * MEMORY_MAX_LEN
+MEMORY_TOKENS = 6 * MAX_LEN
 MEMORY_POLICIES = {  # what is reserved at admission -> policy
     "max_len": "sarathi",
     "prompt + max_new": "no-evict",
@@ -260,28 +313,25 @@ MEMORY_POLICIES = {  # what is reserved at admission -> policy
 
 def memory_to_reserve() -> Page:
     """Reservations side by side on tight memory."""
-    lengths = sample_lengths("sharegpt4", 200, MEMORY_MAX_LEN, seed=0)
-    base = base_of(CostModel.named(MODEL), MEMORY_MAX_LEN, 512)
-    qps = 2.0 * possible_qps(base, lengths)
-    arrivals = poisson(lengths, qps, seed=0)
-    rows = {}
+    arrivals = poisson(*chats(200, load=2.0), seed=0)
+    rows: dict[str, list[Cell]] = {}
     for reserved, policy in MEMORY_POLICIES.items():
-        row = latencies(serve(Server(policy, 512, MEMORY_MAX_LEN, MEMORY_TOKENS), arrivals))
+        summary = summary_of(serve(arrivals, policy, tokens=MEMORY_TOKENS))
         rows[f"{reserved} (`{policy}`)"] = [
-            ("tokens/s", row.tokens_per_s, ",.0f"),
-            ("run at once", row.running, ".1f"),
-            ("preemptions", row.preemptions, ",d"),
-            ("computed again", row.recomputed, ",d"),
-            ("TTFT P50", row.ttft_p50, ".1f"),
-            ("TBT P99", row.tbt_p99, ".3f"),
-            ("longest gap", row.tbt_max, ".2f"),
+            ("tokens/s", summary.tokens_per_s, ",.0f"),
+            ("run at once", summary.running_mean, ".1f"),
+            ("preemptions", summary.preemptions, ",d"),
+            ("computed again", summary.recomputed_tokens, ",d"),
+            ("TTFT P50", summary.ttft_s.p50, ".1f"),
+            ("TBT P99", summary.tbt_s.p99, ".3f"),
+            ("longest gap", summary.tbt_s.max, ".2f"),
         ]
     return Page(
         "memory",
         "How much memory to reserve?",
         [
             f"200 chat requests, more than can be served, in memory for {MEMORY_TOKENS:,} tokens: "
-            f"six requests of max_len = {MEMORY_MAX_LEN:,}. Budget 512, {MODEL} on one A100, "
+            f"six requests of max_len = {MAX_LEN:,}. Budget 512, {MODEL} on one A100, "
             "simulated; seconds. Outputs are as long as max_new_tokens says, which real ones "
             "seldom are: that favours whoever reserves them.",
             format_table("reserved", rows),
@@ -305,7 +355,6 @@ def memory_to_reserve() -> Page:
 
 # ---- 5. Chunking shows nothing here: why? --------------------------------------------------------
 
-CHECK_MAX_LEN = 4096
 SERVE = "serve --simulate a100-80gb --preset llama3-8b --max-len 4096"
 PAIR = f"{SERVE} --policies vllm,sarathi-serve"
 CHECKLIST = {  # reason -> the command of bench.py that shows it
@@ -339,38 +388,46 @@ class Setting(NamedTuple):
 
 def checklist_settings() -> list[Setting]:
     """The load that shows the gain, and those that hide it."""
-    lengths = sample_lengths("sharegpt4", 150, CHECK_MAX_LEN, seed=0)
-    base = base_of(CostModel.named(MODEL), CHECK_MAX_LEN, 512)
-    qps = 0.75 * possible_qps(base, lengths)
+    lengths, qps = chats(150, load=0.75)
     chat = poisson(lengths, qps, seed=0)
-    short = [(min(prompt, 100), output) for prompt, output in lengths]
+    at_once = [arrival._replace(time=0.0) for arrival in chat]
+    short = poisson([(min(prompt, 100), output) for prompt, output in lengths], qps, 0)
     pair = ("vllm", "sarathi-serve")
     return [
         Setting("a chat load at 75 % of what is possible", chat, 64, pair),
-        Setting("offline: all at once", [a._replace(time=0.0) for a in chat], 150, pair),
-        Setting("prompts of 100 at most, below the budget", poisson(short, qps, 0), 64, pair),
+        Setting("offline: all at once", at_once, 150, pair),
+        Setting("prompts of 100 at most, below the budget", short, 64, pair),
         Setting("all slots full: 2 at once", chat, 2, pair),
         Setting("a load of 2 %", poisson(lengths, qps / 37.5, seed=0), 64, pair),
         Setting("a baseline that chunks already", chat, 64, ("vllm-v1", "sarathi-serve")),
     ]
 
 
+def checklist_row(run: Run) -> list[Cell]:
+    """All latencies of a run."""
+    summary = summary_of(run)
+    gaps = [gap for completion in run.completions for gap in completion.tbt]
+    tpots = [float(np.mean(completion.tbt)) for completion in run.completions if completion.tbt]
+    return [
+        ("TTFT P50", summary.ttft_s.p50, ".3f"),
+        ("TBT = ITL P50", summary.tbt_s.p50, ".3f"),
+        ("mean", float(np.mean(gaps)), ".3f"),
+        ("P99", summary.tbt_s.p99, ".3f"),
+        ("longest", summary.tbt_s.max, ".3f"),
+        ("TPOT P99", float(np.quantile(tpots, 0.99)), ".3f"),
+        ("tokens/s", summary.tokens_per_s, ",.0f"),
+    ]
+
+
 def chunking_shows_nothing() -> Page:
     """Settings in which the gain does not show, with all metrics."""
-    rows = {}
-    for setting in checklist_settings():
-        for policy in setting.policies:
-            server = Server(policy, 512, CHECK_MAX_LEN, 64 * CHECK_MAX_LEN, setting.max_batch)
-            row = latencies(serve(server, setting.arrivals))
-            rows[f"{setting.description}: {policy}"] = [
-                ("TTFT P50", row.ttft_p50, ".3f"),
-                ("TBT = ITL P50", row.tbt_p50, ".3f"),
-                ("mean", row.tbt_mean, ".3f"),
-                ("P99", row.tbt_p99, ".3f"),
-                ("longest", row.tbt_max, ".3f"),
-                ("TPOT P99", row.tpot_p99, ".3f"),
-                ("tokens/s", row.tokens_per_s, ",.0f"),
-            ]
+    rows = {
+        f"{setting.description}: {policy}": checklist_row(
+            serve(setting.arrivals, policy, max_batch=setting.max_batch)
+        )
+        for setting in checklist_settings()
+        for policy in setting.policies
+    }
     return Page(
         "checklist",
         "Chunking shows nothing here: why?",
@@ -397,16 +454,13 @@ AGEINGS: dict[str, dict[str, object]] = {  # label -> options of `priority`
 
 def overload_by_class() -> Page:
     """How long each class waits under `priority` when twice as many come as can be served."""
-    lengths = sample_lengths("sharegpt4", 1000, CHECK_MAX_LEN, seed=0)
-    qps = OVERLOAD * possible_qps(base_of(CostModel.named(MODEL), CHECK_MAX_LEN, 512), lengths)
     arrivals = [
         arrival._replace(priority=PRIORITIES[i % len(PRIORITIES)])
-        for i, arrival in enumerate(poisson(lengths, qps, seed=0))
+        for i, arrival in enumerate(poisson(*chats(1000, OVERLOAD), seed=0))
     ]
-    rows = {}
+    rows: dict[str, list[Cell]] = {}
     for label, options in AGEINGS.items():
-        server = Server("priority", 512, CHECK_MAX_LEN, 64 * CHECK_MAX_LEN, options=options)
-        completions = serve(server, arrivals).completions
+        completions = serve(arrivals, "priority", options=options).completions
         rows[label] = [
             (name, max(c.ttft or 0.0 for c in completions if c.priority == number), ".1f")
             for number, name in enumerate(PRIORITIES)

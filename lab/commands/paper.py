@@ -126,11 +126,11 @@ def main(options: PaperOptions) -> None:
         for claim in todo:
             seconds = claim.seconds_of(options.quick)
             bar.set_description(f"{claim.id}, about {seconds} s")
-            picture = str(directory / f"paper-{claim.id}.png")
+            picture = str(directory / report.picture_of(claim))
             record = report.measure_claim(claim, lab.for_claim(picture), conditions)
             results[claim.id] = record
             report.save_results(results, machine, directory)
-            bar.write(f"{record.text}\n")
+            bar.write(f"{record.markdown(claim)}\n")
             bar.update(seconds)
     wrote(str(directory / "paper.json"), str(directory / "paper.md"))
 

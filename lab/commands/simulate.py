@@ -11,7 +11,7 @@ import os
 import pickle
 import signal
 from argparse import Namespace
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import active_children, parent_process
@@ -39,7 +39,6 @@ from lab.claims.claims import EXPERIMENTS
 from lab.claims.jobs import Setup
 from lab.claims.picture import draw
 from lab.claims.provenance import provenance
-from lab.claims.report import numbers_in
 from lab.claims.table import plain
 
 Job = TypeVar("Job")
@@ -112,73 +111,63 @@ def check_names(parser: OptionParser, names: Sequence[str], known: Collection[st
         parser.error(f"--only {unknown[0]}: must be from {', '.join(known)}")
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """A claim, and what was found of it."""
-
-    claim: Claim
-    finding: Finding
-
-    def markdown(self) -> str:
-        """What is printed: the claim, the paper's numbers with ours, and the tables."""
-        rows: dict[str, list[Cell]] = {}
-        for each in self.finding.published:
-            rows[each.text] = [
-                ("paper", each.paper_text, ""),
-                ("simulated", each.here_text, ""),
-                ("error", each.error, "+.0%"),
-            ]
-        parts = [self.claim.name, self.claim.text, format_table("number", rows)]
-        for table in self.finding.tables:
-            parts.append(table.markdown(numbers_in(table, self.finding.published)))
-        return "\n\n".join(part for part in parts if part)
-
-    def to_json(self) -> dict[str, Any]:
-        """All numbers, those of the paper with ours and its error."""
-        numbers = [
-            {
-                "text": each.text,
-                "paper": each.paper,
-                "simulated": plain(each.here),
-                "error": None if each.error == math.inf else each.error,
-            }
-            for each in self.finding.published
-        ]
-        return {
-            "claim": self.claim.id,
-            "title": self.claim.title,
-            "text": self.claim.text,
-            "numbers": numbers,
-            "tables": [table.to_json() for table in self.finding.tables],
-        }
-
-
 def main(options: SimulateOptions) -> None:
     """Simulate the claims, print them and how many numbers came out, draw and write."""
-    done: list[Simulated] = []
-    pictures: list[str] = []
+    done: dict[Claim, Finding] = {}
     workers = Workers(options.processes)
-    setup = Setup(run=workers, requests=options.requests, cpu_ms=options.cpu_ms)
+    setup = Setup(run=workers, requests=options.requests, cpu_s=options.cpu_ms / 1e3)
     print(f"{INTRODUCTION}Sarathi-Serve's and the post's: {setup}.\n")
     try:
         for name in options.only:
             workers.name = name
-            experiment = EXPERIMENTS[name]
-            lab = experiment.lab(setup)
-            for claim in experiment.claims:
+            lab = EXPERIMENTS[name].lab(setup)
+            for claim in EXPERIMENTS[name].claims:
                 lab.picture = picture_of(claim, options.plot)
-                simulated = Simulated(claim, claim.function(lab))
-                if lab.picture and not simulated.finding.has_picture:
-                    draw(simulated.finding, f"{claim.name}, simulated", lab.picture, None)
-                print(f"{simulated.markdown()}\n")
-                done.append(simulated)
-                pictures += [lab.picture] if lab.picture else []
+                finding = claim.function(lab)
+                if lab.picture and not finding.has_picture:
+                    draw(finding, f"{claim.name}, simulated", lab.picture, None)
+                print(f"{markdown_of(claim, finding)}\n")
+                done[claim] = finding
     finally:
         if done:  # also if this was interrupted
-            print_conclusion(done)
-            claims = [simulated.to_json() for simulated in done]
+            print_conclusion(done.values())
+            claims = [json_of(claim, finding) for claim, finding in done.items()]
             write_json(options, {"provenance": provenance(), "claims": claims})
-            wrote(options.json, *pictures)
+            wrote(options.json, *(picture_of(claim, options.plot) for claim in done))
+
+
+def markdown_of(claim: Claim, finding: Finding) -> str:
+    """What is printed: the claim, the paper's numbers with ours, and the tables."""
+    rows: dict[str, list[Cell]] = {}
+    for each in finding.published:
+        rows[each.text] = [
+            ("paper", each.paper_text, ""),
+            ("simulated", each.here_text, ""),
+            ("error", each.error, "+.0%"),
+        ]
+    tables = [table.markdown(finding.numbers_in(table)) for table in finding.tables]
+    parts = [claim.name, claim.text, format_table("number", rows), *tables]
+    return "\n\n".join(part for part in parts if part)
+
+
+def json_of(claim: Claim, finding: Finding) -> dict[str, Any]:
+    """All numbers, those of the paper with ours and its error."""
+    numbers = [
+        {
+            "text": each.text,
+            "paper": each.paper,
+            "simulated": plain(each.here),
+            "error": None if each.error == math.inf else each.error,
+        }
+        for each in finding.published
+    ]
+    return {
+        "claim": claim.id,
+        "title": claim.title,
+        "text": claim.text,
+        "numbers": numbers,
+        "tables": [table.to_json() for table in finding.tables],
+    }
 
 
 def picture_of(claim: Claim, plot: str | None) -> str:
@@ -186,9 +175,9 @@ def picture_of(claim: Claim, plot: str | None) -> str:
     return str(Path(plot).with_stem(f"{Path(plot).stem}-{claim.id}")) if plot else ""
 
 
-def print_conclusion(done: Sequence[Simulated]) -> None:
+def print_conclusion(findings: Iterable[Finding]) -> None:
     """Print how many of the published numbers came out, if any were compared."""
-    published = [each for simulated in done for each in simulated.finding.published]
+    published = [each for finding in findings for each in finding.published]
     errors = [abs(each.error) for each in published if each.error is not None]
     if not errors:
         return

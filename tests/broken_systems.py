@@ -1,0 +1,421 @@
+"""Systems that are broken on purpose: each differs from the real one in one thing.
+
+    with broken("orca never makes hybrid batches"): ...
+
+A break is a list of functions and methods that are replaced: (owner, name, how the new one is made
+of the old one). So it is plain which claims depend on what is broken."""
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from statistics import mean, median
+from typing import Any
+
+import pytest
+
+from kv_cache import Pages
+from lab.claims import labs
+from lab.measure import metrics, workload
+from lab.measure.batch_times import TimedChunk
+from lab.simulator.cost_model import CostModel, LayerSeconds, StageTimes
+from policies.ablations import ChunkedOnly, HybridOnly
+from request import Batch, Completion
+from scheduler import VLLM, Orca, OrcaBest, RequestLevel, Sarathi, SarathiServe, Scheduler
+
+Change = tuple[object, str, Callable[[Any], Any]]
+
+
+# ---- what an iteration takes ---------------------------------------------------------------------
+
+
+def of_chunks(change: Callable[[int, int], tuple[int, int]]) -> Change:
+    """Batches take as long as others would: each chunk, (start, length), is another."""
+
+    def make(old: Any) -> Any:
+        return lambda self, batch: old(self, [(0, *change(start, n)) for _, start, n in batch])
+
+    return CostModel, "layer_seconds", make
+
+
+def decode_keys(keys_of: Callable[[int, int], int]) -> Change:
+    """Batches of decodes alone read another number of keys: of (decodes, keys)."""
+
+    def make(old: Any) -> Any:
+        return lambda self, decodes, keys: old(self, decodes, keys_of(decodes, keys))
+
+    return CostModel, "decode_stages", make
+
+
+def hybrid_seconds(change: Callable[..., LayerSeconds]) -> Change:
+    """Hybrid batches take other times: of (those of all, of the chunks, of the decodes)."""
+
+    def make(old: Any) -> Any:
+        def layer_seconds(self: CostModel, batch: Any) -> LayerSeconds:
+            chunks = [chunk for chunk in batch if chunk[2] > 1]
+            decodes = [chunk for chunk in batch if chunk[2] == 1]
+            if not chunks or not decodes:
+                return old(self, batch)
+            return change(old(self, batch), old(self, chunks), old(self, decodes))
+
+        return layer_seconds
+
+    return CostModel, "layer_seconds", make
+
+
+def chunks_one_by_one(old: Any) -> Any:
+    """layer_seconds of a system that computes each prompt's chunk on its own."""
+
+    def layer_seconds(self: CostModel, batch: Any) -> LayerSeconds:
+        chunks = [chunk for chunk in batch if chunk[2] > 1]
+        parts = [old(self, [chunk]) for chunk in chunks[1:]]
+        parts.append(old(self, [chunk for chunk in batch if chunk not in chunks[1:]]))
+        return LayerSeconds(*map(sum, zip(*parts, strict=True)))
+
+    return layer_seconds
+
+
+def intensity_by_row(old: Any) -> Any:
+    """intensities() if the weights are read for each row: each row is a batch."""
+
+    def intensities(model: Any, batches: Any) -> Any:
+        end = batches[0][0].end  # the others are alike
+        return old(model, [(TimedChunk(1, each),) for each in range(1, end + 1)])
+
+    return intensities
+
+
+# ---- what a batch is made of ---------------------------------------------------------------------
+
+
+def keep(policy: type[Scheduler], kept: Callable[[list[Any], list[Any]], list[Any]]) -> Change:
+    """A policy's batches keep some of their chunks: of (prefills, decodes), unless one is []."""
+
+    def make(old: Any) -> Any:
+        def schedule(self: Scheduler) -> Batch:
+            batch = old(self)
+            prefills = [chunk for chunk in batch if not chunk.request.is_decoding]
+            decodes = [chunk for chunk in batch if chunk.request.is_decoding]
+            if prefills and decodes:
+                batch[:] = kept(prefills, decodes)
+            return batch
+
+        return schedule
+
+    return policy, "schedule", make
+
+
+def after_decodes(change: Callable[[Batch, int], int]) -> Change:
+    """After the decodes the batch has another budget left: of (the batch, how many they are)."""
+
+    def make(old: Any) -> Any:
+        def add_decodes(self: Batch, requests: Any) -> None:
+            old(self, requests)
+            self.left = change(self, len(requests))
+
+        return add_decodes
+
+    return Batch, "add_decodes", make
+
+
+def add_whole(old: Any) -> Any:
+    """Batch.add of a system that never cuts a prompt."""
+
+    def add(self: Batch, request: Any, limit: int = sys.maxsize) -> int:
+        whole = Batch()
+        length = old(whole, request)
+        self += whole
+        self.left -= length
+        return length
+
+    return add
+
+
+def admit_while_others_run(old: Any) -> Any:
+    """A schedule() that admits as Orca's does."""
+
+    def schedule(self: RequestLevel) -> Batch:
+        batch = Batch()
+        while self.admit():
+            pass
+        for request in self.running:
+            batch.add(request)
+        return batch
+
+    return schedule
+
+
+def one_at_a_time(old: Any) -> Any:
+    """A schedule() of batches of one request."""
+
+    def schedule(self: RequestLevel) -> Batch:
+        batch = Batch()
+        for request in self.running or filter(None, [self.admit()]):
+            batch.add(request)
+        return batch
+
+    return schedule
+
+
+def decodes_first(old: Any) -> Any:
+    """A schedule() that lets prompts in only when no request decodes."""
+
+    def schedule(self: VLLM) -> Batch:
+        batch = Batch()
+        batch.add_decodes(self.grow_decodes())
+        return batch or old(self)
+
+    return schedule
+
+
+def new_prompts_first(old: Any) -> Any:
+    """A schedule() that finishes last what was started."""
+
+    def schedule(self: SarathiServe) -> Batch:
+        batch = Batch(self.chunk)
+        batch.add_decodes(self.grow_decodes())
+        begun = self.prefilling()
+        while batch.left > 0 and (request := self.admit()):
+            batch.add(request)
+        for request in begun:
+            batch.add(request)
+        return batch
+
+    return schedule
+
+
+def one_prompt(old: Any) -> Any:
+    """A schedule() that computes one prompt in a batch, and admits one."""
+
+    def schedule(self: SarathiServe) -> Batch:
+        batch = Batch(self.chunk)
+        batch.add_decodes(self.grow_decodes())
+        if batch.left > 0:
+            prompts = self.prefilling() or filter(None, [self.admit()])
+            for request in list(prompts)[:1]:
+                batch.add(request)
+        return batch
+
+    return schedule
+
+
+def newest_first(old: Any) -> Any:
+    """An admit() of the request that came last."""
+
+    def admit(self: Scheduler) -> Any:
+        if self.waiting:
+            self.waiting.appendleft(self.waiting.pop())
+        return old(self)
+
+    return admit
+
+
+def preempt_often(old: Any) -> Any:
+    """A grow_decodes() that preempts a request every twentieth time."""
+    calls = count(1)
+
+    def grow_decodes(self: Scheduler) -> Any:
+        if next(calls) % 20 == 0 and len(self.running) > 1:
+            self.preempt(max(self.running, key=self.rank))
+        return old(self)
+
+    return grow_decodes
+
+
+def half_the_slots(old: Any) -> Any:
+    """A Scheduler.__init__ with half of the batch size."""
+    return lambda self, *args, max_batch, **more: old(
+        self, *args, max_batch=max(1, max_batch // 2), **more
+    )
+
+
+def take_turns(prefills: list[Any], decodes: list[Any], calls: Any = count()) -> list[Any]:
+    """Every second time without decodes."""
+    return prefills if next(calls) % 2 else decodes + prefills
+
+
+def max_len_reserved(old: Any) -> Any:
+    """A reserved() that gives each request the memory of the longest."""
+    return lambda self, request: self.max_len
+
+
+# ---- what is made of a run -----------------------------------------------------------------------
+
+
+def gaps(change: Callable[[Completion, list[float]], list[float]]) -> Change:
+    """The times between the tokens of a request are others."""
+    return Completion, "tbt", lambda old: property(lambda self: change(self, old.fget(self)))
+
+
+def alike(old: Any) -> Any:
+    """make_lengths() that gives all requests the median lengths."""
+
+    def make_lengths(*args: Any) -> Any:
+        pairs = old(*args)
+        return [tuple(int(median(each)) for each in zip(*pairs, strict=True))] * len(pairs)
+
+    return make_lengths
+
+
+SYSTEMS: dict[str, list[Change]] = {
+    # what an iteration takes
+    "weights are read again for each row": [
+        (
+            CostModel,
+            "token_seconds",
+            lambda old: lambda self, n: tuple(n * each for each in old(self, 1)),
+        ),
+        (labs, "intensities", intensity_by_row),
+    ],
+    "all rows but the first cost nothing": [
+        (CostModel, "token_seconds", lambda old: lambda self, n: old(self, 1))
+    ],
+    "a chunk meets no keys but its own": [of_chunks(lambda start, n: (start * (n == 1), n))],
+    "attention goes by the chunk alone": [
+        (CostModel, "chunk_seconds", lambda old: lambda self, start, n: n * old(self, 0, 1))
+    ],
+    "attention of a chunk takes three times": [
+        (CostModel, "chunk_seconds", lambda old: lambda self, start, n: 3 * old(self, start, n))
+    ],
+    "no key is kept: decodes compute all again": [
+        of_chunks(lambda start, n: (0, start + n)),
+        (
+            CostModel,
+            "decode_stages",
+            lambda old: (
+                lambda self, decodes, keys: self.stages([(0, keys // decodes - 1, 1)] * decodes)
+            ),
+        ),
+    ],
+    "a decode reads one key": [
+        of_chunks(lambda start, n: (start * (n > 1), n)),
+        decode_keys(lambda decodes, keys: decodes),
+    ],
+    "a decode reads four times its keys": [
+        of_chunks(lambda start, n: (start * (1 if n > 1 else 4), n)),
+        decode_keys(lambda decodes, keys: 4 * keys),
+    ],
+    "other operations take half as long as products": [
+        (
+            CostModel,
+            "token_seconds",
+            lambda old: lambda self, n: (old(self, n)[0], old(self, n)[0] / 2, old(self, n)[2]),
+        )
+    ],
+    "the CPU takes 20 ms": [
+        (
+            CostModel,
+            "_stage_times",
+            lambda old: (
+                lambda self, *batch: StageTimes(
+                    [0.02 + seconds for seconds in old(self, *batch).seconds], 0.0
+                )
+            ),
+        )
+    ],
+    "decodes ride in batches of their own": [
+        hybrid_seconds(
+            lambda _, chunks, decodes: LayerSeconds(*map(sum, zip(chunks, decodes, strict=True)))
+        )
+    ],
+    "attention is ten times slower in hybrid batches": [
+        hybrid_seconds(lambda times, *_: times._replace(attention=10 * times.attention))
+    ],
+    "products are a quarter slower in hybrid batches": [
+        hybrid_seconds(lambda times, *_: times._replace(linear=1.25 * times.linear))
+    ],
+    "riding decodes read no keys": [
+        hybrid_seconds(lambda times, chunks, _: times._replace(attention=chunks.attention))
+    ],
+    "chunks of a batch are computed one by one": [(CostModel, "layer_seconds", chunks_one_by_one)],
+    # what a batch is made of
+    "nothing is chunked": [
+        of_chunks(lambda start, n: (0, start + n) if n > 1 else (start, n)),
+        (Batch, "add", add_whole),
+    ],
+    "request-level admits while others run": [(RequestLevel, "schedule", admit_while_others_run)],
+    "request-level runs one at a time": [(RequestLevel, "schedule", one_at_a_time)],
+    "orca never makes hybrid batches": [keep(Orca, lambda prefills, decodes: prefills)],
+    "orca-best is orca": [(OrcaBest, "most_prefills", lambda old: math.inf)],
+    "vllm lets decodes go first": [(VLLM, "schedule", decodes_first)],
+    "vllm computes one prompt at a time": [
+        (VLLM, "head_fits", lambda old: lambda self, batch: not batch and old(self, batch))
+    ],
+    "decodes are skipped every second time": [
+        keep(Sarathi, take_turns),
+        keep(SarathiServe, take_turns),
+    ],
+    "only two decodes ride": [
+        keep(Sarathi, lambda prefills, decodes: decodes[:2] + prefills),
+        keep(SarathiServe, lambda prefills, decodes: decodes[:2] + prefills),
+    ],
+    "the budget is ignored beyond three decodes": [
+        after_decodes(lambda batch, decodes: sys.maxsize if decodes > 3 else batch.left)
+    ],
+    "decodes are not in the budget": [after_decodes(lambda batch, decodes: batch.left + decodes)],
+    "a batch has C + 1 tokens": [after_decodes(lambda batch, decodes: batch.left + 1)],
+    "the budget is not rounded to tiles": [
+        (
+            Sarathi,
+            "__init__",
+            lambda old: lambda self, *args, tile=1, **more: old(self, *args, **more),
+        )
+    ],
+    "sarathi-serve computes one prompt at a time": [(SarathiServe, "schedule", one_prompt)],
+    "sarathi-serve begins new prompts first": [(SarathiServe, "schedule", new_prompts_first)],
+    "chunked-only is sarathi-serve": [(ChunkedOnly, "schedule", lambda old: SarathiServe.schedule)],
+    "hybrid-only cuts prompts": [
+        (HybridOnly, "token_budget", lambda old: SarathiServe.token_budget)
+    ],
+    "who comes last is admitted first": [(Scheduler, "admit", newest_first)],
+    "half of the slots are used": [(Scheduler, "__init__", half_the_slots)],
+    "a request is preempted now and then": [(Scheduler, "grow_decodes", preempt_often)],
+    "pages are never shared out": [
+        (VLLM, "reserved", max_len_reserved),
+        (SarathiServe, "reserved", max_len_reserved),
+    ],
+    "memory has no end": [
+        (Pages, "__init__", lambda old: lambda self, total, size: old(self, 50 * total, size))
+    ],
+    # what is made of a run
+    "TBT is the mean of a request": [gaps(lambda _, tbt: [mean(tbt)] * len(tbt) if tbt else [])],
+    "the longest gap of a request is left out": [gaps(lambda _, tbt: sorted(tbt)[:-1])],
+    "TTFT is a gap, too": [gaps(lambda self, tbt: [self.ttft, *tbt])],
+    "P99 is P90": [
+        (
+            metrics,
+            "percentiles",
+            lambda old: lambda values: (lambda p: replace(p, p99=p.p90))(old(values)),
+        )
+    ],
+    "TTFT begins when a request is scheduled": [
+        (
+            Completion,
+            "ttft",
+            lambda old: property(
+                lambda self: self.token_times[0] - self.scheduled if self.token_times else None
+            ),
+        )
+    ],
+    "a queue may grow": [
+        (
+            metrics,
+            "summarize_queue",
+            lambda old: lambda *args: replace(old(*args), grew=False),
+        )
+    ],
+    "all requests have the median lengths": [(workload, "make_lengths", alike)],
+}
+
+
+@contextmanager
+def broken(system: str | None) -> Iterator[None]:
+    """The system of that name in the place of the real one; None: the real one."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, make in SYSTEMS[system] if system else []:
+            # a property is itself, not its value
+            patch.setattr(owner, name, make(inspect.getattr_static(owner, name)))
+        yield
