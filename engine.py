@@ -106,6 +106,11 @@ class Engine:
         return f"<{name}, {self.config.policy}, {sizes}, {count} requests>"
 
     @property
+    def batch_under_way(self) -> Batch:
+        """The batch whose events were not returned yet, of the first scheduler; it may be empty."""
+        return self._computed.batch if self._computed else self.scheduler.batch
+
+    @property
     def has_work(self) -> bool:
         """Whether any request has not ended, or its last event was not returned yet."""
         return bool(self.scheduler.requests or self._computed)
@@ -201,8 +206,8 @@ class Engine:
         scheduler = self.schedulers[iteration.micro_batch]
         events = []
         for request, token in scheduler.advance(batch, tokens, iteration.end):
-            if not request.finish_reason and self.text.has_stop(request):
-                scheduler.finish(request, "stop")
+            if request.finish_reason != "stop" and self.text.has_stop(request):
+                scheduler.finish(request, "stop")  # even if its length is reached as well
             completion = self.text.complete(request) if request.finish_reason else None
             events.append(Event.of(request, token, completion))
         self.last_iteration = iteration
@@ -249,9 +254,9 @@ class Engine:
         pairs = params_of_each(prompts, params)
         return [(self._encode(prompt, each), each) for prompt, each in pairs]
 
-    def _serve(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> Iterator[Event]:
-        """Serve these requests alone. An exception drops them, and so do two Ctrl-C in a row."""
-        first_id = self._next_id
+    def _serve(self, requests: Sequence[tuple[list[int], SamplingParams]]) -> Iterator[Event]:
+        """Serve these requests. An exception drops them, and so do two Ctrl-C in a row."""
+        ids = range(self._next_id, self._next_id + len(requests))
         try:
             try:
                 for prompt, params in requests:
@@ -259,19 +264,27 @@ class Engine:
                 while self.has_work:
                     yield from self.step()
             except BaseException:
-                self._drop_all(first_id)
+                self._drop_own(ids)
                 raise
         except BaseException:  # maybe another one, while the first was handled
-            self._drop_all(first_id)
+            self._drop_own(ids)
             raise
 
-    def _drop_all(self, next_id: int) -> None:
-        self.drop(list(self.scheduler.requests.values()))
-        self._next_id = next_id
+    def _drop_own(self, ids: range) -> None:
+        """Drop those of these requests that are left. Others may have come since they ended."""
+        requests = self.scheduler.requests
+        own = [request for request in requests.values() if request.id in ids]
+        is_alone = len(own) == len(requests)
+        if own or is_alone:
+            self.drop(own)
+        if is_alone:
+            self._next_id = ids.start
 
     def warm_up(self) -> None:
         """Serve the longest prompt, then as many requests as may run, and forget them, so that page
-        faults and compilations are over."""
+        faults and compilations are over. Raises ValueError while requests run."""
+        if self.has_work:
+            raise ValueError("warm_up: requests are running, step() or abort() them")
         self.drop([])  # what the cache holds is lost
         max_batch = self.scheduler.max_batch
         self.runner.warm_up(max_batch)

@@ -49,8 +49,8 @@ class FlatBatch(NamedTuple):
     def build(cls, chunks: Sequence[Chunk], attention: AttentionBackend) -> Self:
         """Flatten `chunks`, decodes first, and copy the result to the device at once.
 
-        `attention` was made for the cache that the batch will be run on. A page that is written
-        may be in one chunk alone."""
+        `attention` was made for the cache that the batch will be run on. No slot may be written by
+        two chunks."""
         order = sorted(range(len(chunks)), key=lambda i: chunks[i].length > 1)
         tokens: list[int] = []
         positions: list[int] = []

@@ -130,8 +130,8 @@ class Completion:
     """The result of a request (Sarathi-Serve §2.4). Times are in seconds, on the engine's clock.
 
     `tokens` is the output with its stop token, `text` is the output without it. `finish_reason` is
-    "stop" (a stop token came), "length" (max_new_tokens reached), "abort", or "error": the
-    tokenizer failed, there is no text, and `error` says why."""
+    "stop" (a stop token or string came), "length" (max_new_tokens reached), "abort", or "error":
+    the tokenizer failed, there is no text, and `error` says why."""
 
     request_id: int
     prompt: Sequence[int]

@@ -32,7 +32,7 @@ class SamplingParams:
     temperature      0 takes the likeliest token; otherwise logits are divided by it
     top_k            sample from the k likeliest tokens; 0 for all
     top_p            sample from the fewest likeliest tokens that make up top_p; 1 for all
-    seed             the random stream
+    seed             the random stream: with one seed, a prompt is continued in one way
     stop_token_ids   generation ends with any of these, which is then the last token returned
     stop             generation ends when the text holds any of these, which it then ends before
     logprobs         whether to return those of the chosen tokens, before temperature and top_*"""

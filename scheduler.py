@@ -63,7 +63,7 @@ class Scheduler:
         self.preempted: list[int] = []  # ids, since the last batch was computed
         self.observers: list[Any] = []  # see policies/observers.py
         self.journal: Journal
-        Journal().join(self)
+        Journal().join(self)  # sets it
 
     @property
     def requests(self) -> dict[int, Request]:

@@ -101,9 +101,10 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     numbers = (signal.SIGVTALRM, signal.SIGALRM)
     handlers = {number: signal.signal(number, stop) for number in numbers}
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)  # and again: it may be caught
-    before = signal.setitimer(signal.ITIMER_REAL, max(SLEEP_LIMIT_S, 2 * seconds), 1.0)
+    before = signal.getitimer(signal.ITIMER_REAL)
     try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)  # and again: it may be caught
+        signal.setitimer(signal.ITIMER_REAL, max(SLEEP_LIMIT_S, 2 * seconds), 1.0)
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
@@ -173,6 +174,12 @@ class Guard(Scheduler):
                 if chunks > 1:
                     problem = "a batch holds one chunk of a request, not several of request"
                     raise PolicyError(f"{problem} {request.id}", file)
+            for request, start, length in batch:
+                limit = min(len(request.tokens), len(request.pages) * self.pages.page_size)
+                if not start == request.num_computed < start + length <= limit:
+                    place = f"{length} tokens of request {request.id} from {start}"
+                    known = f"{request.num_computed} are computed, {limit} can be"
+                    raise PolicyError(f"a batch holds {place}: {known}", file)
             return batch
 
     def observe(self, batch: Batch, seconds: float) -> None:

@@ -63,12 +63,17 @@ class Breach(NamedTuple):
 
 
 def nothing_lost(scheduler: Scheduler, requests: Sequence[Request]) -> Iterator[Breach]:
-    """A request waits or runs, once, until it ends; one that has ended got all its output."""
+    """A request waits or runs, once, until it ends; one that has ended got all its output, or a
+    stop token or string. It knows of no abort."""
     places = Counter([*scheduler.running, *scheduler.waiting])
     for request in requests:
         lacking = request.prompt_len + request.max_new_tokens - len(request.tokens)
         if request.finish_reason:
-            is_kept = places[request] == 0 and lacking == 0
+            may_stop = request.tokens[-1] in request.stop or (
+                request.params and request.params.stop
+            )
+            has_all = lacking == 0 or (request.finish_reason == "stop" and may_stop)
+            is_kept = places[request] == 0 and has_all
         else:
             is_kept = places[request] == 1
         if not is_kept:
@@ -172,6 +177,7 @@ class Referee(Observer):
         self.tokens_in_vain = 0  # computed since the last new token
         self.max_batch = scheduler.max_batch  # before the policy can change it
         self.running: set[int] = set()  # the ids of those that run
+        self.admitted: set[int] = set()  # and of those admitted for the batch that is decided
         self.have_run: set[int] = set()  # and of all that ever ran
         self.wasteful = ""  # the first time that a request was admitted for nothing, in words
         self.has_batch = False  # which was decided, and not advanced
@@ -191,6 +197,7 @@ class Referee(Observer):
     def advanced(self, scheduler: Scheduler, batch: Batch) -> None:
         """Apply the rules that hold at any time: requests that end give their pages back."""
         self.has_batch = False
+        self.admitted = set()
         self._check_requests()
 
     def violation_of(self, error: PolicyError) -> Violation:
@@ -235,9 +242,9 @@ class Referee(Observer):
     def _check_batch(self, batch: Batch) -> None:
         """Apply the rules of a batch."""
         running = {request.id for request in self.scheduler.running}
-        admitted = running - self.running
+        self.admitted |= running - self.running  # a batch that failed is decided again
         self.running = running
-        self._expect_none("chunks", chunks_come_next(self.scheduler, batch, admitted))
+        self._expect_none("chunks", chunks_come_next(self.scheduler, batch, self.admitted))
         self._expect_none("no decode dropped", no_decode_dropped(self.scheduler, batch))
         if any(chunk.yields_token for chunk in batch):
             self.tokens_in_vain = 0

@@ -50,7 +50,7 @@ def has_stop(tokenizer: Tokenizer, output: Sequence[int], stops: Sequence[str]) 
     """Whether a stop string is in the text of the last tokens, as many as may hold one.
 
     True if the tokenizer fails: then `write_text` says why."""
-    longest = max(len(stop) for stop in stops)
+    longest = LONGEST_CHARACTER * max(len(stop) for stop in stops)  # in tokens
     first = len(output)
     text = ""
     try:

@@ -83,6 +83,9 @@ class Text:
             }
         lengths = dict.fromkeys(requests, 0)  # of the texts so far
         for event in events:
+            if event.request_id not in writers:  # added by somebody else since then
+                yield event
+                continue
             if event.completion is None:
                 with refusing("the tokenizer failed"):
                     text, _ = writers[event.request_id].push(event)

@@ -134,11 +134,13 @@ class EngineThread:
             self.executor.submit(self.step)
 
     def _drop_failed_batch(self) -> list[Request]:
-        """End the requests of the batch that failed, or all if there was none, and return them."""
+        """End the requests of the batch that failed, or all if there was none, and return them.
+
+        Some may have ended in it already, but their events never came."""
         scheduler = self.engine.scheduler
         failed: list[Request] = []
         with suppress(Exception):  # a custom policy may have put anything into the batch
-            failed = [chunk.request for chunk in scheduler.batch]
+            failed = [chunk.request for chunk in self.engine.batch_under_way]
         failed = failed or list(scheduler.requests.values())  # or they might fail for ever
         self.engine.drop(failed)
         return failed

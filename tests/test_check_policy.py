@@ -26,7 +26,7 @@ from policies import ALL_POLICIES, custom, find_policy
 from policies import referee as rules
 from policies.custom import PolicyError
 from sampling import SamplingParams
-from tests.helpers import tiny_model, with_slow
+from tests.helpers import alone, finish, tiny_model, with_slow
 
 TEMPLATE = "policies/template.py:ShortestFirst"
 COST = CostModel.named("llama3-8b")
@@ -246,6 +246,38 @@ def test_a_request_that_is_in_a_batch_twice_is_named_by_an_engine(tmp_path):
     policy = write_policy(tmp_path, f"{BATCH}batch.append(batch[0]){RETURN}")
     with pytest.raises(PolicyError, match="one chunk of a request, not several of request 0"):
         complaint_of_engine(policy)
+
+
+OUT_OF_PLACE = {  # a method of a policy, and the chunk that an engine names
+    f"{BATCH}batch[0] = batch[0]._replace(length=0){RETURN}": "0 tokens of request 0 from 0",
+    f"{BATCH}batch[0] = batch[0]._replace(length=99){RETURN}": "99 tokens of request 0 from 0",
+    f"{BATCH}batch[0] = batch[0]._replace(start=1, length=2){RETURN}": "2 tokens of request 0 from",
+    f"{BATCH}batch.add(self.waiting[0]){RETURN}": "tokens of request 2 from 0: 0 are comp",
+    f"{BATCH}self.preempt(self.running[0]){RETURN}": "tokens of request 0 from 0: 0 are computed",
+    "reserved(self, request): return 1": "8 tokens of request 0 from 0: 0 are computed, 4 can be",
+}
+
+
+@pytest.mark.parametrize("method", OUT_OF_PLACE)
+def test_a_chunk_out_of_place_is_named_by_an_engine(method, tmp_path):
+    policy = write_policy(tmp_path, method)
+    with pytest.raises(PolicyError, match=OUT_OF_PLACE[method]):
+        complaint_of_engine(policy)
+
+
+def test_the_referee_knows_stop_tokens_and_a_batch_that_is_decided_twice(monkeypatch):
+    sizes = HERE | {"chunk": 64, "prefix_caching": True}
+    engine = Engine(MODEL, policy="vllm-v1", **sizes)
+    rules.Referee(engine.scheduler, "vllm-v1")
+    stop = alone(MODEL, [1] * 9, SamplingParams(1))[0]
+    for _ in range(2):  # the second reads pages that are computed for the first
+        engine.add_request([1] * 9, SamplingParams(4, stop_token_ids=[stop]))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "forward", lambda batch: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    reasons = [event.finish_reason for event in finish(engine)]
+    assert reasons == ["stop"] * 2
 
 
 def test_a_policy_that_cannot_give_a_request_up_is_one_line(tmp_path):

@@ -162,6 +162,45 @@ def test_a_stream_that_is_given_up_leaves_no_request():
     assert [completion.request_id for completion in completions] == [0, 1, 2]
 
 
+def test_a_stream_that_is_closed_late_leaves_the_requests_of_others():
+    engine = make_engine(tokenizer=LETTERS)
+    stream = engine.stream(TEXTS, SamplingParams(2))
+    while engine.has_work or not engine.last_iteration:
+        next(stream)
+    other = engine.add_request("x", SamplingParams(3))
+    engine.step()
+    stream.close()
+    assert [event.request_id for event in finish(engine)] == [other] * 2
+
+
+def test_a_request_that_is_added_during_a_stream_is_served_in_it():
+    engine = make_engine(tokenizer=LETTERS)
+    stream = engine.stream(TEXTS, SamplingParams(4))
+    next(stream)
+    other = engine.add_request("x", SamplingParams(2))
+    (completion,) = [e.completion for e in stream if e.request_id == other and e.completion]
+    assert completion.tokens == alone(MODEL, LETTERS.encode("x"), SamplingParams(2))
+
+
+@pytest.mark.parametrize("stop", ["🤖", "你", "–!"])
+def test_a_stop_string_of_many_tokens_ends_the_output(stop, monkeypatch):
+    model = tiny_model(vocab_size=256)
+    engine = make_engine(model=model, tokenizer=byte_tokenizer())
+    output = f"a{stop}".encode()
+    tokens = iter([*output, *b" and so on, for ever"])
+    monkeypatch.setattr(engine.runner, "sample", lambda logits, batch: [next(tokens)])
+    (completion,) = engine.generate(["x"], SamplingParams(20, stop=stop))
+    assert (completion.text, completion.finish_reason) == ("a", "stop")
+    assert completion.tokens == list(output)
+
+
+def test_a_stop_string_counts_with_the_last_token_too():
+    engine = make_engine(tokenizer=LETTERS)
+    (free,) = engine.generate(TEXTS[:1], SamplingParams(4))
+    (stopped,) = engine.generate(TEXTS[:1], SamplingParams(4, stop=free.text[2:]))
+    assert (stopped.text, stopped.finish_reason) == (free.text[:2], "stop")
+
+
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_a_stop_string_ends_the_text_before_it_and_no_other_request(length):
     engine = make_engine(tokenizer=LETTERS)
@@ -335,6 +374,14 @@ def test_warm_up_leaves_no_trace(options, monkeypatch):
     completions = engine.generate(PROMPTS[:2], params)
     assert [c.request_id for c in completions] == [0, 1]
     assert [c.tokens for c in completions] == [alone(MODEL, p, params) for p in PROMPTS[:2]]
+
+
+def test_warm_up_is_for_an_idle_engine():
+    engine = make_engine()
+    engine.add_request([1], SamplingParams(2))
+    with pytest.raises(ValueError, match="^warm_up: requests are running"):
+        engine.warm_up()
+    assert len(finish(engine)) == 2
 
 
 def test_warm_up_serves_no_more_requests_than_have_pages(monkeypatch):
