@@ -34,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse_args(argv)
     from cli.columns import Columns
     from cli.loading import find_text_model, load_model
-    from parallel import engine_for
     from pretrained.tokenizers import load_chat
     from sampling import SamplingParams
 
@@ -52,16 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     texts = [*options.prompts, *("" for _ in options.chats)]
     max_len = max(len(prompt) for prompt in prompts) + options.max_new_tokens
     model = load_model(text_model.options, max_len, positions_from="max-new-tokens-with-prompt")
-    engine = engine_for(model)(
-        model,
-        tokenizer=tokenizer,
-        policy=options.policy,
-        chunk=options.chunk,
-        max_batch=min(options.max_batch, len(prompts)),
-        max_len=max_len,
-        attention=options.model.attention,
-        prefix_caching=options.prefix_caching,
-    )
+    max_batch = min(options.max_batch, len(prompts))
+    engine = options.make_engine(model, tokenizer=tokenizer, max_len=max_len, max_batch=max_batch)
     params = [
         SamplingParams(
             max_new_tokens=options.max_new_tokens,

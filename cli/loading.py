@@ -19,7 +19,7 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -38,6 +38,7 @@ from pretrained.presets import PRESETS
 from runtime.torchrun import find_place
 
 if TYPE_CHECKING:
+    from engine import Engine
     from model import GPT, GPTConfig
     from parallel.ranks import Ranks
     from pretrained.tokenizers import Tokenizer
@@ -161,6 +162,20 @@ class EngineOptions:
     prefix_caching: bool = option(
         "share the pages of prompts that begin alike", action="store_true"
     )
+    model: ModelOptions
+
+    def make_engine(self, model: GPT, **settings: Any) -> Engine:
+        """The engine of these options, as `settings` of Engine change it."""
+        from parallel import engine_for
+
+        options = {
+            "policy": self.policy,
+            "chunk": self.chunk,
+            "max_batch": self.max_batch,
+            "prefix_caching": self.prefix_caching,
+            "attention": self.model.attention,
+        }
+        return engine_for(model)(model, **options | settings)
 
 
 def find_device(name: str) -> torch.device:

@@ -44,22 +44,16 @@ def load(options: ServerOptions) -> GPT:
 
 def make_engine(options: ServerOptions) -> Engine:
     """The engine of these options, warmed up."""
-    from parallel import engine_for
     from runtime.memory import MAX_LEN, small_page_size
 
     model = load(options)
     max_len = options.max_len or min(MAX_LEN, model.config.max_positions)
-    engine = engine_for(model)(
+    engine = options.make_engine(
         model,
-        policy=options.policy,
-        chunk=options.chunk,
-        max_batch=options.max_batch,
         max_len=options.max_len,
         page_size=options.page_size or small_page_size(max_len, model.device),
         pages=options.pages,
-        prefix_caching=options.prefix_caching,
         max_waiting=options.max_waiting,
-        attention=options.model.attention,
         policy_options={"tbt_slo": options.tbt_slo} if options.tbt_slo else {},
     )
     if options.model.model:
