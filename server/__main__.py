@@ -81,7 +81,7 @@ def default_sampling(model: str | None) -> SamplingParams:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: load the model, and serve until a signal comes."""
     options = parse_args(argv)
-    from cli.loading import find_text_model
+    from cli.loading import find_tokenizer
     from policies.trial import find_violation
     from pretrained.tokenizers import load_chat
     from runtime.torchrun import find_place
@@ -89,14 +89,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     from server.connections import Server
     from server.engine_thread import EngineThread
 
-    text_model = find_text_model(options.model)
-    options = replace(options, model=text_model.options)
+    name = options.served_model_name or options.model.name
+    tokenizer, model_options = find_tokenizer(options.model)
+    options = replace(options, model=model_options)
     if find_place().rank:
         load(options)  # this process follows rank 0, and never returns from here
     violation = find_violation(options.policy)
     if violation:
         print(f"warning: {violation.sentence}", file=sys.stderr, flush=True)
-    name = options.served_model_name or text_model.name
     chat = load_chat(options.model.model)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listener:
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         thread = EngineThread(partial(make_engine, options), time_decodes=True)
         api = Api(
             thread,
-            tokenizer=text_model.tokenizer,
+            tokenizer=tokenizer,
             name=name,
             chat=chat,
             key=options.api_key,
