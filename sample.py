@@ -33,35 +33,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line. Prompt i, counted from 0, is continued with the seed --seed + i."""
     options = parse_args(argv)
     from cli.columns import Columns
-    from cli.loading import find_text_model, load_model
-    from parallel import engine_for
+    from cli.loading import find_tokenizer, load_model
     from pretrained.tokenizers import load_chat
     from sampling import SamplingParams
 
     sampling = f"temperature {options.temperature:g}, top-k {options.top_k}, top-p"
     computed = f"{options.model.dtype} on {options.model.device}, {sampling} {options.top_p:g}"
-    text_model = find_text_model(options.model, computed)
-    tokenizer = text_model.tokenizer
+    tokenizer, model_options = find_tokenizer(options.model, computed)
     prompts = [tokenizer.encode(prompt) for prompt in options.prompts]
     if options.chats:
-        apply_template = load_chat(text_model.options.model)
+        apply_template = load_chat(model_options.model)
         encode_chat = tokenizer.encode_chat or tokenizer.encode  # a template writes BOS itself
         for chat in options.chats:
             prompts.append(encode_chat(apply_template([{"role": "user", "content": chat}])))
     titles = [*options.prompts, *options.chats]
     texts = [*options.prompts, *("" for _ in options.chats)]
     max_len = max(len(prompt) for prompt in prompts) + options.max_new_tokens
-    model = load_model(text_model.options, max_len, positions_from="max-new-tokens-with-prompt")
-    engine = engine_for(model)(
-        model,
-        tokenizer=tokenizer,
-        policy=options.policy,
-        chunk=options.chunk,
-        max_batch=min(options.max_batch, len(prompts)),
-        max_len=max_len,
-        attention=options.model.attention,
-        prefix_caching=options.prefix_caching,
-    )
+    model = load_model(model_options, max_len, positions_from="max-new-tokens-with-prompt")
+    max_batch = min(options.max_batch, len(prompts))
+    engine = options.make_engine(model, tokenizer=tokenizer, max_len=max_len, max_batch=max_batch)
     params = [
         SamplingParams(
             max_new_tokens=options.max_new_tokens,

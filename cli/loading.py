@@ -19,7 +19,7 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,6 +38,7 @@ from pretrained.presets import PRESETS
 from runtime.torchrun import find_place
 
 if TYPE_CHECKING:
+    from engine import Engine
     from model import GPT, GPTConfig
     from parallel.ranks import Ranks
     from pretrained.tokenizers import Tokenizer
@@ -161,6 +162,20 @@ class EngineOptions:
     prefix_caching: bool = option(
         "share the pages of prompts that begin alike", action="store_true"
     )
+    model: ModelOptions
+
+    def make_engine(self, model: GPT, **settings: Any) -> Engine:
+        """The engine of these options, as `settings` of Engine change it."""
+        from parallel import engine_for
+
+        options = {
+            "policy": self.policy,
+            "chunk": self.chunk,
+            "max_batch": self.max_batch,
+            "prefix_caching": self.prefix_caching,
+            "attention": self.model.attention,
+        }
+        return engine_for(model)(model, **options | settings)
 
 
 def find_device(name: str) -> torch.device:
@@ -305,16 +320,8 @@ def _check_same_model(ranks: Ranks, config: GPTConfig, weights: str | int) -> No
             raise ValueError(f"rank {rank} has another model, or other weights, than rank 0")
 
 
-class TextModel(NamedTuple):
-    """A model that writes text, not loaded yet."""
-
-    name: str
-    tokenizer: Tokenizer
-    options: ModelOptions  # with the directory of a checkpoint, or the name of a geometry
-
-
-def find_text_model(options: ModelOptions, computed: str = "") -> TextModel:
-    """The name and tokenizer of the model of these options, and what `load_model` needs.
+def find_tokenizer(options: ModelOptions, computed: str = "") -> tuple[Tokenizer, ModelOptions]:
+    """The tokenizer of the model of these options, and the options with its directory or geometry.
 
     A checkpoint has its own tokenizer. A geometry has random weights, and its tokens are bytes.
     That is said on stderr, and how a text is `computed`. Raises as checkpoints.find and
@@ -327,12 +334,7 @@ def find_text_model(options: ModelOptions, computed: str = "") -> TextModel:
         tokenizer = load_tokenizer(directory)
         if computed:
             print(f"# {options.name}: {computed}", file=sys.stderr)
-        return TextModel(
-            name=options.model,
-            tokenizer=tokenizer,
-            options=replace(options, model=str(directory)),
-        )
-    noise = "with random weights, the text will be noise"
-    print(", ".join(filter(None, [f"# {options.name} {noise}", computed])), file=sys.stderr)
-    preset_options = replace(options, preset=options.name)
-    return TextModel(options.name, byte_tokenizer(), preset_options)
+        return tokenizer, replace(options, model=str(directory))
+    noise = f"# {options.name} with random weights, the text will be noise"
+    print(f"{noise}, {computed}" if computed else noise, file=sys.stderr)
+    return byte_tokenizer(), replace(options, preset=options.name)

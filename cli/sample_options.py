@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cli.loading import EngineOptions, ModelOptions, add_model_options, model_options
+from cli.loading import EngineOptions, add_model_options, model_options
 from cli.options import OptionParser, from_args, nonempty_text, number, option, whole
 from sampling import SamplingParams
 
@@ -47,7 +47,6 @@ class SampleOptions(EngineOptions):
         type=number(above=0, maximum=1),
         default=SamplingParams.top_p,
     )
-    model: ModelOptions
 
 
 def parse_args(argv: Sequence[str] | None) -> SampleOptions:

@@ -28,8 +28,10 @@ def format_table(row_head: str, rows: Mapping[str, Sequence[Cell]]) -> str:
     lines: list[list[str]] = []
     for name, row in rows.items():
         if not lines:
-            lines.append([row_head, *(head for head, _, _ in row)])
-        lines.append([name, *(show(value, spec) for _, value, spec in row)])
+            heads = [head for head, _, _ in row]
+            lines.append([row_head, *heads])
+        texts = [show(value, spec) for _, value, spec in row]
+        lines.append([name, *texts])
     return align(lines) if lines else ""
 
 
@@ -37,22 +39,21 @@ def markdown(columns: Mapping[str, str], rows: Iterable[Iterable[object]]) -> st
     """A table in Markdown of rows of cells that `show` takes. `columns` is {head: format}."""
     lines = [list(columns)]
     for row in rows:
-        cells = zip(row, columns.values(), strict=True)
-        lines.append([show(value, spec) for value, spec in cells])
+        lines.append([show(*cell) for cell in zip(row, columns.values(), strict=True)])
     return align(lines)
 
 
 def align(lines: Sequence[Sequence[str]], numbers: bool = True) -> str:
     """Lines of cells, the first of which are the heads, as Markdown with columns of equal width.
     The first column is aligned to the left, the others too if they hold words, no `numbers`."""
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    rules = ["-" * (widths[0] + 2)]
-    for width in widths[1:]:
-        rules.append("-" * (width + 1) + ":" if numbers else "-" * (width + 2))
-    texts = []
-    for line in lines:
-        cells = [line[0].ljust(widths[0])]
-        for cell, width in zip(line[1:], widths[1:], strict=True):
-            cells.append(cell.rjust(width) if numbers else cell.ljust(width))
-        texts.append(f"| {' | '.join(cells)} |")
-    return "\n".join([texts[0], f"|{'|'.join(rules)}|", *texts[1:]])
+    columns: list[list[str]] = []
+    for place, cells in enumerate(zip(*lines, strict=True)):
+        width = max(map(len, cells))
+        rule = "-" * (width + 2)
+        if numbers and place > 0:
+            rule = "-" * (width + 1) + ":"
+            texts = [f" {cell.rjust(width)} " for cell in cells]
+        else:
+            texts = [f" {cell.ljust(width)} " for cell in cells]
+        columns.append([texts[0], rule, *texts[1:]])
+    return "\n".join(f"|{'|'.join(row)}|" for row in zip(*columns, strict=True))

@@ -38,22 +38,25 @@ class Schema(BaseModel, strict=True, validate_by_name=True, allow_inf_nan=False)
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
             raise ValueError(f"{path}: has {size:,} bytes, must have at most {MAX_JSON_BYTES:,}")
-        try:
+        with _one_problem(f"{path}: "):
             return cls.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            problem = _first_problem(error)
-        raise ValueError(f"{path}: {problem}")
 
     @classmethod
     def of(cls, place: Path, prefix: str, values: Mapping[str, Any]) -> Self:
         """The same of values that are read already, whose keys begin with `prefix`."""
         keys = [key for key in values if key.startswith(prefix)]
-        try:
+        with _one_problem(f"{place}: {prefix}"):
             named = {key.removeprefix(prefix): values[key] for key in keys}
             return cls.model_validate(named, by_name=False)
-        except ValidationError as error:
-            problem = _first_problem(error)
-        raise ValueError(f"{place}: {prefix}{problem}")
+
+
+@contextmanager
+def _one_problem(place: str) -> Iterator[None]:
+    """Let pydantic's error be a ValueError of one line that begins with `place`."""
+    try:
+        yield
+    except ValidationError as error:
+        raise ValueError(place + _first_problem(error)) from None
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -44,22 +44,16 @@ def load(options: ServerOptions) -> GPT:
 
 def make_engine(options: ServerOptions) -> Engine:
     """The engine of these options, warmed up."""
-    from parallel import engine_for
     from runtime.memory import MAX_LEN, small_page_size
 
     model = load(options)
     max_len = options.max_len or min(MAX_LEN, model.config.max_positions)
-    engine = engine_for(model)(
+    engine = options.make_engine(
         model,
-        policy=options.policy,
-        chunk=options.chunk,
-        max_batch=options.max_batch,
         max_len=options.max_len,
         page_size=options.page_size or small_page_size(max_len, model.device),
         pages=options.pages,
-        prefix_caching=options.prefix_caching,
         max_waiting=options.max_waiting,
-        attention=options.model.attention,
         policy_options={"tbt_slo": options.tbt_slo} if options.tbt_slo else {},
     )
     if options.model.model:
@@ -87,7 +81,7 @@ def default_sampling(model: str | None) -> SamplingParams:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: load the model, and serve until a signal comes."""
     options = parse_args(argv)
-    from cli.loading import find_text_model
+    from cli.loading import find_tokenizer
     from policies.trial import find_violation
     from pretrained.tokenizers import load_chat
     from runtime.torchrun import find_place
@@ -95,14 +89,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     from server.connections import Server
     from server.engine_thread import EngineThread
 
-    text_model = find_text_model(options.model)
-    options = replace(options, model=text_model.options)
+    name = options.served_model_name or options.model.name
+    tokenizer, model_options = find_tokenizer(options.model)
+    options = replace(options, model=model_options)
     if find_place().rank:
         load(options)  # this process follows rank 0, and never returns from here
     violation = find_violation(options.policy)
     if violation:
         print(f"warning: {violation.sentence}", file=sys.stderr, flush=True)
-    name = options.served_model_name or text_model.name
     chat = load_chat(options.model.model)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listener:
@@ -113,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         thread = EngineThread(partial(make_engine, options), time_decodes=True)
         api = Api(
             thread,
-            tokenizer=text_model.tokenizer,
+            tokenizer=tokenizer,
             name=name,
             chat=chat,
             key=options.api_key,

@@ -113,12 +113,12 @@ class Api:
         digits: str = request.path_params["place"]
         if not re.fullmatch(f"[0-9]{{1,{MAX_DIGITS}}}", digits):
             raise ApiError(404, f"/records/N: N must have 1 to {MAX_DIGITS} digits")
-        reply = await self.thread.call(self.thread.records_since, int(digits))
+        records, place, outputs = await self.thread.call(self.thread.records_since, int(digits))
         texts: dict[int, str] = {}
-        for request_id, tokens in reply["outputs"].items():
+        for request_id, tokens in outputs.items():
             with suppress(Exception):  # of a tokenizer: the client is told
                 texts[request_id] = self.tokenizer.decode(tokens)
-        return JSONResponse({"records": reply["records"], "place": reply["place"], "texts": texts})
+        return JSONResponse({"records": records, "place": place, "texts": texts})
 
     async def health(self, request: HttpRequest) -> Response:
         """GET /health."""

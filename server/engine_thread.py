@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from statistics import median
-from typing import Any, ParamSpec, TypedDict, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from engine import Engine
 from page.records import Record, Recorder
@@ -30,14 +30,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 EventQueue = asyncio.Queue[Event | None]  # None: a step of the engine failed
 Choice = tuple[list[int], SamplingParams]  # a prompt, and how one answer to it is sampled
-
-
-class RecordPage(TypedDict):
-    """Records for the schedule page, and the number of the record that comes after them."""
-
-    records: list[Record]
-    place: int
-    outputs: dict[int, list[int]]  # request id -> its last output tokens
 
 
 class EngineThread:
@@ -157,8 +149,9 @@ class EngineThread:
             del records[:RECORDS]
             self.forgotten += RECORDS
 
-    def records_since(self, place: int) -> RecordPage:
-        """The records from number `place` on, for the schedule page.
+    def records_since(self, place: int) -> tuple[list[Record], int, dict[int, list[int]]]:
+        """For the schedule page: the records from number `place` on, the number that comes after
+        them, and {request id: its last output tokens}.
 
         A snapshot of the present instead, if those records are not kept or not there yet."""
         end = self.forgotten + len(self.recorder.records)
@@ -166,7 +159,7 @@ class EngineThread:
         if self.forgotten <= place <= end:
             records = self.recorder.records[place - self.forgotten :]
         outputs = {request_id: tokens[-OUTPUT_TAIL:] for request_id, tokens in self.outputs.items()}
-        return {"records": records, "place": end, "outputs": outputs}
+        return records, end, outputs
 
 
 def idle_decode_seconds(engine: Engine) -> float | None:

@@ -6,7 +6,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cli.loading import EngineOptions, ModelOptions, add_model_options, model_options
+from cli.loading import EngineOptions, add_model_options, model_options
 from cli.options import SMALL_PAGES, OptionParser, from_args, nonempty_text, number, option, whole
 
 
@@ -80,7 +80,6 @@ class ServerOptions(EngineOptions):
     tbt_slo: float | None = option(
         "seconds between tokens, for the policies dynamic and priority", type=number(above=0)
     )
-    model: ModelOptions
 
 
 def parse_args(argv: Sequence[str] | None) -> ServerOptions:

@@ -22,20 +22,17 @@ CHATS = [  # messages, and the prompt of a model without a template
 ]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,x"}}
 WRONG_CONTENTS = [
-    *(None, 5, True, {"type": "text", "text": "x"}, [], ["x"], [*PARTS, IMAGE]),
+    *(None, 5, {"type": "text", "text": "x"}, [], ["x"], [*PARTS, IMAGE]),
     *([{"type": "text"}], [{"type": "text", "text": 5}], [{"text": "x"}]),
 ]
-WRONG_MESSAGES = [  # a message, and the field of it that the error names
-    *(({"role": "user", "content": content}, "content") for content in WRONG_CONTENTS),
-    ({"role": "user"}, "content"),
-    ({"role": "assistant", "content": None, "tool_calls": []}, "content"),
-    *(({"role": role, "content": "x"}, "role") for role in ("wizard", None, ["user"])),
-    ({"content": "x"}, "role"),
-    ({"role": "user", "content": "x", "name": 5}, "name"),
-    ({"role": "tool", "content": "x", "tool_call_id": 5}, "tool_call_id"),
-    ({"role": "assistant", "tool_calls": 5}, "tool_calls"),
-    ({"role": "assistant", "tool_calls": [5]}, "tool_calls"),
-    ({"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}, "tool_calls"),
+CALLS = (5, [5], [{"function": {"name": 5}}])
+WRONG_MESSAGES = [  # fields of a message, of which the error names the first
+    *({"content": content} for content in WRONG_CONTENTS),
+    {"content": None, "tool_calls": []},
+    *({"role": role} for role in ("wizard", None, ["user"])),
+    {"name": 5},
+    {"tool_call_id": 5},
+    *({"tool_calls": calls} for calls in CALLS),
 ]
 PRINTED = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
 
@@ -57,11 +54,12 @@ def test_what_a_message_may_hold_becomes_text(chat, messages, prompt):
     assert made in (f"{prompt}assistant:", f"[{role.replace('developer', 'system')}]{text}")
 
 
-@pytest.mark.parametrize("message, field", WRONG_MESSAGES)
-def test_a_message_that_makes_no_sense_is_refused_by_its_place(chat, message, field):
-    right = {"role": "user", "content": "x"}
-    with pytest.raises(ValueError, match=rf"^messages\[1\]\.{field}=.*: must be ") as refused:
-        chat([right, message])
+@pytest.mark.parametrize("fields", WRONG_MESSAGES)
+def test_a_message_that_makes_no_sense_is_refused_by_its_place(chat, fields):
+    message = {"role": "user", "content": "x"}
+    place = rf"^messages\[1\]\.{next(iter(fields))}=.*: must be "
+    with pytest.raises(ValueError, match=place) as refused:
+        chat([message, message | fields])
     assert str(refused.value).isprintable()
 
 

@@ -193,8 +193,7 @@ ISOLATED = pre_tokenizers.Split(tokenizers.Regex(r"\d"), "isolated")
 REMOVED = pre_tokenizers.Split(tokenizers.Regex(r"\s+"), "removed")
 CHANGED = {  # (a change of a byte-level tokenizer, what is known of its longest token then)
     "as it is": (changed(), 7),
-    "digits": (cut_by(pre_tokenizers.Digits(True), LETTERS), 7),
-    "split": (cut_by(ISOLATED, LETTERS), 7),
+    "digits": (cut_by(pre_tokenizers.Digits(True), ISOLATED, LETTERS), 7),
     "long special": (special("<long special token>"), 20),
     "removed": (cut_by(REMOVED, LETTERS), None),
     "whitespace": (cut_by(pre_tokenizers.WhitespaceSplit(), LETTERS), None),
