@@ -26,8 +26,6 @@ from kv_cache import KVCache
 from pretrained.geometry import GPTConfig
 
 BY_MATMUL = (torch.bfloat16,)  # on a CPU; the scores of float16 could overflow
-
-
 ON_CUDA = {"flash": Flash, "xformers": XFormers, "sdpa": SDPA}  # the fastest first
 
 

@@ -97,7 +97,6 @@ class Ranks:
         self.send_lock = Lock()
         self.out_of_step = False  # a command was broken off on rank 0: others went on
         self.waited = 0.0  # seconds, for commands and for replies
-        self.own_commands: Thread | None = None  # on rank 0: carries out what it tells itself
 
         self.peers = range(1, self.size) if self.rank == 0 else range(1)  # they send messages
         processes = self._connect(device_type)
@@ -164,6 +163,9 @@ class Ranks:
             self._carry_out_commands(make)
         with self.watch.limit(LOAD_LIMIT):
             self.work = make()
+        if self.copies > 1:
+            threads = torch.get_num_threads()
+            Thread(target=self._obey_itself, args=[threads], daemon=True).start()
         self.wait_for_replies(STARTED, self.size - 1)
         return self.work
 
@@ -206,17 +208,13 @@ class Ranks:
     def tell(self, rank: int, method: str, *arguments: Any) -> int:
         """Let one rank call a method. Returns the command's number, without waiting.
 
-        Rank 0 calls it in a thread. An exception there is its reply."""
+        With `copies` rank 0 calls it in a thread. An exception there is its reply."""
         command = Command(next(self.numbers), method, arguments)
-        if rank > 0:
+        if rank == 0:
+            self.commands.put(command)
+        else:
             with self.unbroken():
                 self._send_command(command, [rank])
-            return command.number
-        if self.own_commands is None:
-            threads = torch.get_num_threads()
-            self.own_commands = Thread(target=self._obey_itself, args=[threads], daemon=True)
-            self.own_commands.start()
-        self.commands.put(command)
         return command.number
 
     def _obey_itself(self, threads: int) -> None:

@@ -124,11 +124,7 @@ def test_a_rank_may_load_into_what_others_have_left(monkeypatch):
         check_model_fits("this part", model, model.device)
 
 
-PROGRAMS = {
-    "bench.py": ["bench.py", "--model", "llama-tiny"],
-    "sample.py": ["sample.py", "--preset", "llama-tiny", "--prompt", "a"],
-    "server": ["-m", "server", "--preset", "llama-tiny"],
-}
+SAMPLE = ["sample.py", "--preset", "llama-tiny", "--prompt", "a"]
 
 
 def run(argv, variables):
@@ -144,18 +140,20 @@ def run(argv, variables):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(
-    "environ, message",
+    "argv, variables, message",
     [
-        ("RANK=x", f"RANK='x': {WHOLE} 0"),
-        ("LOCAL_WORLD_SIZE=0", f"LOCAL_WORLD_SIZE=0: {WHOLE} 1"),
-        ("WORLD_SIZE=2 RANK=5", "RANK=5: must be below WORLD_SIZE=2"),
+        (["bench.py", "--model", "llama-tiny"], dict(RANK="x"), f"RANK='x': {WHOLE} 0"),
+        (SAMPLE, dict(LOCAL_WORLD_SIZE="0"), f"LOCAL_WORLD_SIZE=0: {WHOLE} 1"),
+        (
+            ["-m", "server", "--preset", "llama-tiny"],
+            dict(WORLD_SIZE="2", RANK="5"),
+            "RANK=5: must be below WORLD_SIZE=2",
+        ),
     ],
 )
-def test_every_program_says_it_in_one_line(program, environ, message):
-    variables = dict(assignment.split("=") for assignment in environ.split())
-    assert run(PROGRAMS[program], variables) == (1, "", f"error: {message}\n")
+def test_every_program_says_it_in_one_line(argv, variables, message):
+    assert run(argv, variables) == (1, "", f"error: {message}\n")
 
 
 def test_a_process_that_finds_no_other_says_so():
@@ -166,7 +164,7 @@ def test_a_process_that_finds_no_other_says_so():
         MASTER_ADDR="no.such.machine.invalid",
         MASTER_PORT="1",
     )
-    status, output, errors = run([*PROGRAMS["sample.py"], "--tp", "2"], place)
+    status, output, errors = run([*SAMPLE, "--tp", "2"], place)
     assert (status, output) == (1, "")
     assert errors.count("\n") == 1
     assert errors.startswith("error: MASTER_ADDR='no.such.machine.invalid': must be the name or ")
