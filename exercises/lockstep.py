@@ -6,7 +6,7 @@ Both schedulers get the same requests at the same times, and the same tokens. An
 second. In each one the chunks, the admitted and the preempted requests, and the pages of all that
 run are compared. Read first: loads.py. Read next: rules.py, which names the broken rule."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -41,13 +41,37 @@ class Checked(Scheduler):
     """A policy whose methods raise PolicyError where they return something wrong."""
 
     def grow_decodes(self) -> list[Request]:
-        decodes = super().grow_decodes()
-        check_decodes("grow_decodes", decodes, self.preempted)
+        decodes: Any = super().grow_decodes()
+        check_not_none("grow_decodes", decodes)
+        if not isinstance(decodes, list):
+            kind = type(decodes).__name__
+            raise PolicyError(
+                f"grow_decodes() returned a {kind}, and must return a list of requests"
+            )
+        for request in cast("list[object]", decodes):
+            if not isinstance(request, Request):
+                problem = f"must return a list of requests, not of {request!r:.40}"
+                raise PolicyError(f"grow_decodes() {problem}")
+            if request.pages and not request.is_decoding:
+                problem = "it does not decode: ask request.is_decoding"
+                if request.id in self.preempted:
+                    problem = (
+                        "it has just been preempted, perhaps for itself: it gets no page until it "
+                        "is admitted again"
+                    )
+                raise PolicyError(f"grow_decodes() returned request {request.id}, and {problem}")
         return decodes
 
     def plan_admission(self, request: Request) -> Admission:
-        admission = super().plan_admission(request)
-        check_admission("plan_admission", admission)
+        admission: Any = super().plan_admission(request)
+        check_not_none("plan_admission", admission)
+        if not (
+            isinstance(admission, Admission)
+            and isinstance(admission.cached_pages, list)
+            and all(isinstance(page, int) for page in admission.cached_pages)
+            and isinstance(admission.new_pages, int)
+        ):
+            raise PolicyError("plan_admission() must return Admission(list of pages, number)")
         return admission
 
     def check_progress(self) -> None:
@@ -75,39 +99,6 @@ def check_not_none(name: str, value: object) -> None:
     """Raise PolicyError for None."""
     if value is None:
         raise PolicyError(f"{name}() returned None: did you forget return?")
-
-
-def check_decodes(name: str, value: object, preempted: Sequence[int]) -> None:
-    """Raise PolicyError unless the value is a list of requests that decode, or were preempted.
-
-    Those in `preempted` must not have got new pages since."""
-    check_not_none(name, value)
-    if not isinstance(value, list):
-        kind = type(value).__name__
-        raise PolicyError(f"{name}() returned a {kind}, and must return a list of requests")
-    for request in cast("list[object]", value):
-        if not isinstance(request, Request):
-            raise PolicyError(f"{name}() must return a list of requests, not of {request!r:.40}")
-        if request.pages and not request.is_decoding:
-            problem = "it does not decode: ask request.is_decoding"
-            if request.id in preempted:
-                problem = (
-                    "it has just been preempted, perhaps for itself: it gets no page until it is "
-                    "admitted again"
-                )
-            raise PolicyError(f"{name}() returned request {request.id}, and {problem}")
-
-
-def check_admission(name: str, value: object) -> None:
-    """Raise PolicyError unless the value is an Admission."""
-    check_not_none(name, value)
-    if not (
-        isinstance(value, Admission)
-        and isinstance(value.cached_pages, list)
-        and all(isinstance(page, int) for page in value.cached_pages)
-        and isinstance(value.new_pages, int)
-    ):
-        raise PolicyError(f"{name}() must return Admission(list of pages, number)")
 
 
 class Decision(NamedTuple):
@@ -230,38 +221,43 @@ class Trial:
         """The policy's decision. Raises PolicyError if it makes none, or changes what it must not.
 
         An empty batch is a decision, too: nothing is computed."""
+        scheduler = self.scheduler
         with guarded(CALL_LIMIT_S):
-            return self._decide()
+            before = self.states
+            sizes = scheduler.chunk, scheduler.max_batch, scheduler.max_len
+            self.batch = self._make_batch()
+            if (scheduler.chunk, scheduler.max_batch, scheduler.max_len) != sizes:
+                raise PolicyError("it changes chunk, max_batch or max_len of the scheduler")
+            after = self.states
+            preempted = frozenset(scheduler.preempted)
+            running = {i for i, state in after.items() if state.is_running}
+            was_waiting = {i for i, state in before.items() if not state.is_running}
+            admitted = frozenset(running & (was_waiting | preempted))
+            for i, state in after.items():
+                self._check_unchanged(before[i], state, i, has_moved=i in admitted | preempted)
+            self._check_pages()
+            chunks = self._chunks(admitted)
+        page_size = scheduler.pages.page_size
+        capacity = {r.id: len(r.pages) * page_size for r in scheduler.running}
+        return Decision(chunks, admitted, preempted, capacity, self.batch.budget)
 
-    def _decide(self) -> Decision:
-        before = self.states
-        sizes = self._sizes()
-        self.batch = self._make_batch()
-        if self._sizes() != sizes:
-            raise PolicyError("it changes chunk, max_batch or max_len of the scheduler")
-        after = self.states
-        preempted = frozenset(self.scheduler.preempted)
-        running = {i for i, state in after.items() if state.is_running}
-        was_waiting = {i for i, state in before.items() if not state.is_running}
-        admitted = frozenset(running & (was_waiting | preempted))
-        for i, state in after.items():
-            self._check_unchanged(before[i], state, i, has_moved=i in admitted | preempted)
-        self._check_pages()
-        records = chunk_records(self.batch)
-        chunks = {chunk.request_id: chunk for chunk in records}
-        if len(chunks) < len(records):
-            twice = next(chunk for chunk in records if chunks[chunk.request_id] is not chunk)
-            problem = f"request {twice.request_id} has two chunks in one batch"
-            if twice.request_id in admitted:
+    def _chunks(self, admitted: Collection[int]) -> dict[int, ChunkRecord]:
+        """The chunks of the batch by request. Raises PolicyError if one has two."""
+        chunks: dict[int, ChunkRecord] = {}
+        for chunk in chunk_records(self.batch):
+            i = chunk.request_id
+            other = chunks.setdefault(i, chunk)
+            if other is chunk:
+                continue
+            problem = f"request {i} has two chunks in one batch"
+            if i in admitted:
                 problem += (
                     ": one that was admitted is in self.running (and in prefilling()) already"
                 )
-            elif not twice.is_decode and twice.length == 1 < chunks[twice.request_id].length:
+            elif not chunk.is_decode and other.length == 1 < chunk.length:
                 problem += ": it does not decode, ask request.is_decoding"
             raise PolicyError(problem)
-        page_size = self.scheduler.pages.page_size
-        capacity = {r.id: len(r.pages) * page_size for r in self.scheduler.running}
-        return Decision(chunks, admitted, preempted, capacity, self.batch.budget)
+        return chunks
 
     def advance(self) -> None:
         """Compute the batch: its requests move on. Raises PolicyError if they never end."""
@@ -343,10 +339,6 @@ class Trial:
             raise
         check_batch(batch)
         return batch
-
-    def _sizes(self) -> tuple[int, int, int]:
-        """The sizes that a policy must not change."""
-        return self.scheduler.chunk, self.scheduler.max_batch, self.scheduler.max_len
 
     def _check_unchanged(self, before: State, after: State, i: int, has_moved: bool) -> None:
         """Raise PolicyError if a request's tokens or counter were changed by a decision.

@@ -3,15 +3,8 @@
 Read first: scheduler.py."""
 
 from policies.cards import card
-from scheduler import Batch, Request, SarathiServe, Scheduler
-
-
-def add_prefills(scheduler: Scheduler, batch: Batch) -> None:
-    """Fill a batch with prefills: those that have begun, then new ones."""
-    for request in scheduler.prefilling():
-        batch.add(request)
-    while batch.left > 0 and (request := scheduler.admit()):
-        batch.add(request)
+from policies.parts import add_prefills
+from scheduler import Batch, Request, SarathiServe
 
 
 @card(

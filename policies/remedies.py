@@ -12,6 +12,7 @@ from typing import Any
 from errors import check_whole
 from policies.cards import card
 from policies.pages import CachedPages
+from policies.parts import move_to_front, quarter_by_default
 from policies.today import VLLMV1
 from scheduler import Admission, Batch, Request, SarathiServe
 
@@ -38,10 +39,9 @@ class ThresholdUnderContention(SarathiServe):
         self, *args: Any, long_prefill_token_threshold: int | None = None, **options: Any
     ) -> None:
         super().__init__(*args, **options)
-        self.threshold = max(1, self.chunk // 4)
-        if long_prefill_token_threshold is not None:
-            threshold = long_prefill_token_threshold
-            self.threshold = check_whole("long_prefill_token_threshold", threshold, minimum=1)
+        self.threshold = quarter_by_default(
+            "long_prefill_token_threshold", long_prefill_token_threshold, self
+        )
 
     def schedule(self) -> Batch:
         batch = Batch(self.chunk)
@@ -76,9 +76,7 @@ class PPAS(VLLMV1):
 
     def __init__(self, *args: Any, pressed_budget: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.pressed_budget = max(1, self.chunk // 4)
-        if pressed_budget is not None:
-            self.pressed_budget = check_whole("pressed_budget", pressed_budget, minimum=1)
+        self.pressed_budget = quarter_by_default("pressed_budget", pressed_budget, self)
 
     def token_budget(self) -> int:
         num_prefills = sum([request.num_computed < request.prompt_len for request in self.running])
@@ -107,9 +105,7 @@ class SmallChunksWait(SarathiServe):
         self, *args: Any, least_chunk: int | None = None, max_delay: int = 8, **options: Any
     ) -> None:
         super().__init__(*args, **options)
-        self.least_chunk = max(1, self.chunk // 4)
-        if least_chunk is not None:
-            self.least_chunk = check_whole("least_chunk", least_chunk, minimum=1)
+        self.least_chunk = quarter_by_default("least_chunk", least_chunk, self)
         self.max_delay = check_whole("max_delay", max_delay, minimum=0)
         self.delay = 0
 
@@ -186,8 +182,7 @@ class ShortestUncached(SarathiServe):
         for _, _, request in waiting:
             if batch.left <= 0:
                 break
-            self.waiting.remove(request)
-            self.waiting.appendleft(request)
+            move_to_front(self, request)
             if self.admit() is None:
                 break
             batch.add(request)
@@ -271,8 +266,7 @@ class WaitForPrefix(SarathiServe):
         for request in islice(self.waiting, WINDOW):
             usable_pages = (len(request.tokens) - 1) // pages.page_size
             if computing.isdisjoint(pages.hashes(request)[:usable_pages]):
-                self.waiting.remove(request)
-                self.waiting.appendleft(request)
+                move_to_front(self, request)
                 return super().admit()
         return None
 
@@ -323,9 +317,7 @@ class VTC(SarathiServe):
             for request in self.waiting:
                 firsts.setdefault(request.service.user, request)
             users = [user for user in self.served if user in firsts]
-            first = firsts[min(users, key=self.served.__getitem__)]
-            self.waiting.remove(first)
-            self.waiting.appendleft(first)
+            move_to_front(self, firsts[min(users, key=self.served.__getitem__)])
         request = super().admit()
         if request and not request.preemptions:
             self.served[request.service.user] += self.PROMPT_PRICE * request.prompt_len

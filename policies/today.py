@@ -17,9 +17,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from errors import check_bool, check_number, check_whole
-from policies.ablations import add_prefills
 from policies.cards import card
 from policies.pages import CachedPages
+from policies.parts import add_prefills, move_to_back, move_to_front
 from scheduler import VLLM, Admission, Batch, Chunk, Request, SarathiServe, Scheduler
 
 
@@ -440,8 +440,7 @@ class FastGen(SarathiServe):
         while not batch and self.running:  # a deadlock: all wait for memory
             last = self.running[-1]
             self.preempt(last)
-            self.waiting.remove(last)
-            self.waiting.append(last)
+            move_to_back(self, last)
             batch = super().schedule()
         return batch
 
@@ -546,7 +545,9 @@ class HFTransformers(Recomputing):
             if not request.pages:
                 if self.pages.num_free == 0:
                     break
-                if self.admit_this(request):
+                if self.room_for(request):
+                    move_to_front(self, request)
+                    self.admit()
                     batch.add(request)
                 continue
             end = min(len(request.tokens), request.num_computed + batch.left)
@@ -557,14 +558,6 @@ class HFTransformers(Recomputing):
                 self.grow(request, end)
                 batch.add(request)
         return batch, starved
-
-    def admit_this(self, request: Request) -> Request | None:
-        """Admit a request from anywhere in the queue, if it fits."""
-        if self.room_for(request) is None:
-            return None
-        self.waiting.remove(request)
-        self.waiting.appendleft(request)
-        return self.admit()
 
     def plan_admission(self, request: Request) -> Admission:
         """As in Scheduler, with memory for what is left of the budget."""
@@ -585,8 +578,7 @@ class HFTransformers(Recomputing):
             self.preempt(victim)
             victims.append(victim)
         for victim in reversed(victims):
-            self.waiting.remove(victim)
-            self.waiting.append(victim)
+            move_to_back(self, victim)
             self.queue_is_closed = True
         return bool(victims)
 

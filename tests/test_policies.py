@@ -1,8 +1,7 @@
 """Policies by name, those in files of one's own, and what an engine is told about them."""
 
 import re
-from dataclasses import FrozenInstanceError, replace
-from functools import partial
+from dataclasses import replace
 from inspect import signature
 
 import pytest
@@ -118,40 +117,23 @@ def test_reserving_and_in_order_policies_are_derived_from_their_classes():
 
 def test_the_options_of_a_policy_are_those_of_its_signatures():
     dynamic = {"tbt_slo", "profile", "tile"}
-    some = {
+    options = {name: policy_options(find_policy(name)) for name in POLICIES}
+    assert {name: some for name, some in options.items() if some} == {
         "sarathi": {"tile"},
         "dynamic": dynamic,
         "priority": dynamic | {"ttft_slo", "ageing", "ageing_to"},
     }
-    for name in {*IN_ORDER, *some}:
-        assert find_policy(name) is POLICIES[name]
-        assert policy_options(POLICIES[name]) == some.get(name, set())
 
 
 def test_a_config_is_made_of_fields_and_options_of_the_policy():
     config = EngineConfig("dynamic", 64, policy_options={"tile": 8, "tbt_slo": 0.2})
     assert EngineConfig().policy == "sarathi-serve" and EngineConfig().policy_options == {}
-    with pytest.raises(FrozenInstanceError):
-        config.chunk = 8
     sized = replace(config, max_batch=2, max_len=16, page_size=16, pages=2)
     scheduler = sized.scheduler(clock=lambda: 7.0)
     assert (scheduler.chunk, scheduler.max_batch, scheduler.max_len) == (64, 2, 16)
     assert (scheduler.tbt_slo, scheduler.tile, scheduler.clock()) == (0.2, 8, 7.0)
     with pytest.raises(ValueError, match="'orca' has no such option"):
         replace(sized, policy="orca")
-    assert EngineConfig(max_len=8, page_size=8).page_size == 8
-    with pytest.raises(ValueError, match="page_size=9: must be at most max_len=8"):
-        EngineConfig(max_len=8, page_size=9)
-
-
-@pytest.mark.parametrize(
-    "name", ["chunk", "max_batch", "max_len", "page_size", "pages", "max_waiting"]
-)
-@pytest.mark.parametrize("value", [0, -1, 2.0, "8"])
-def test_config_numbers_must_be_positive_integers(name, value):
-    for make in (EngineConfig, partial(replace, EngineConfig())):
-        with pytest.raises(ValueError, match=f"{name}={value!r}: must be a whole number of at lea"):
-            make(**{name: value})
 
 
 def test_an_engine_takes_the_fields_of_a_config_as_keywords():

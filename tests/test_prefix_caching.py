@@ -93,16 +93,13 @@ def test_vllm_counts_what_is_to_be_computed_of_whole_prompts():
     assert line.step() == {n: (56, 4) for n in range(1, 5)}
 
 
-def test_pages_of_running_requests_take_no_memory_again():
+def test_found_pages_take_memory_only_if_nobody_runs_with_them():
     line = Line("sarathi-serve", pages=17)
     line.add(range(60), 4)  # 15 pages, and one to grow into
     line.step()
     line.add([*range(56), 9, 9], 2)  # 14 of them, and the last one that is left
     line.step()
     assert len(line.scheduler.running) == 2
-
-
-def test_cached_pages_of_nobody_take_memory_when_they_are_found():
     line = Line("sarathi-serve", pages=15, max_len=60)
     line.add(range(56), 1)  # leaves 14 pages in the cache
     line.run()

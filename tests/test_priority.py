@@ -59,17 +59,11 @@ def step(sim):
     return ids(chunk.request for chunk in sim.step())  # the ids in the next batch
 
 
-def test_a_promise_is_checked():
+def test_a_promise_is_a_service():  # what is refused: test_wrong_values.py
     assert make_service() == Service(NORMAL)
     targets = dict(ttft_slo=2, tbt_slo=0.1)
     for priority, name in enumerate(PRIORITIES):
         assert make_service(name, **targets) == Service(priority, **targets)
-    for bad in ("urgent", 0, None):
-        with pytest.raises(ValueError, match=f"priority={bad!r}: must be one of realtime, high"):
-            make_service(bad)
-    for name, value in itertools.product(("ttft_slo", "tbt_slo"), (0, -1.0, "1", float("nan"))):
-        with pytest.raises(ValueError, match=f"{name}={value!r}: must be a finite number above 0"):
-            make_service(**{name: value})
 
 
 # the queue
@@ -489,8 +483,7 @@ def test_a_preempted_request_waits_at_the_front_of_its_class():
     assert [len(sim.token_times[i]) for i in (0, 1, 2, 4, 5, 9)] == [100, 100, 100, 10, 10, 100]
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("ageing", [5.0, NEVER])
+@pytest.mark.parametrize("ageing, seed", [(5.0, 0), (NEVER, 1)])
 def test_an_overload_with_little_memory_ends_and_recomputes_little(ageing, seed):
     draw = random.Random(seed)
     requests = []
