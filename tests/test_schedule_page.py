@@ -292,7 +292,7 @@ def test_a_stall_is_red_at_every_zoom(any_browser, tmp_path, width):
                 assert lane.get(ink, 0) > 5 * 20
 
 
-def test_gaps_on_a_pixel_are_drawn_as_their_longest_and_only_who_is_there_has_a_lane(show):
+def test_a_pixel_shows_its_longest_gap_and_only_who_is_there_has_a_lane(show):
     tab = show({"vllm": a_stall()})
     gaps = [[0, 1], [1, 4], [4, 5], [5, 15], [15, 16]]
     merged = tab.evaluate("gaps => merge_gaps(gaps, 8)", gaps)

@@ -122,7 +122,7 @@ def test_the_name_of_a_test_is_a_short_sentence():
 def packages_in(*names):
     """The packages of files of requirements, as they are imported."""
     texts = [(ROOT / name).read_text("utf-8") for name in names]
-    return set(re.findall(r"(?m)^([\w-]+)==", "\n".join(texts)))
+    return set(re.findall(r"(?m)^([\w-]+)==", "\n".join(texts).replace("-", "_")))
 
 
 def foreign_imports(paths, *, late):
