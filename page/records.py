@@ -56,7 +56,15 @@ class Snapshot(TypedDict):
     live: list[RequestProgress]
 
 
-class Iterated(TypedDict):
+class Decision(TypedDict):
+    """The part of an Iterated that is known once a batch is made."""
+
+    pages: list[list[int]]  # [request, index in its block table, page, page, ...]: the new pages
+    queue: list[int]  # the first MAX_QUEUE requests that wait
+    why: list[Any] | None  # see why_head_waits
+
+
+class Iterated(Decision):
     """The record of an iteration. Requests are named by their ids."""
 
     start: float  # in s, as launch and end: see engine.Iteration
@@ -71,9 +79,6 @@ class Iterated(TypedDict):
     waiting: int
     running: int
     free_pages: int
-    pages: list[list[int]]  # [request, index in its block table, page, page, ...]: the new pages
-    queue: list[int]  # the first MAX_QUEUE requests that wait
-    why: list[Any] | None  # see why_head_waits
     # of a pipeline, for each stage: [from, to], in s after start, and if a bubble was before it,
     # its seconds and its kind
     stages: NotRequired[list[list[Any]]]
@@ -98,14 +103,6 @@ class Transferred(TypedDict):
 
 
 Record = Arrived | Snapshot | Iterated | Transferred
-
-
-class Decision(TypedDict):
-    """The part of a record that is known once a batch is made."""
-
-    pages: list[list[int]]
-    queue: list[int]
-    why: list[Any] | None
 
 
 class Recorder(Observer):

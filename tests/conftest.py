@@ -2,6 +2,7 @@
 
 import fcntl
 import threading
+from contextlib import ExitStack
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
@@ -9,7 +10,7 @@ import pytest
 
 from bench import main
 from tests.firefox import FIREFOX, running
-from tests.pages import CHROMIUM, PYODIDE_FOLDER
+from tests.pages import CHROMIUM, PYODIDE_FOLDER, opened, opened_runs
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,24 @@ def firefox(tmp_path_factory):
 def any_browser(request):
     """Chromium, and among the slow tests Firefox."""
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """A function that opens the page of {name: Recorder}, and returns its tab."""
+    with ExitStack() as pages:
+        yield lambda *args, **more: pages.enter_context(
+            opened_runs(browser, tmp_path, *args, **more)
+        )
+
+
+@pytest.fixture
+def open_explored(browser, explored):
+    """A function that opens the page of `bench.py explore`, and returns its tab."""
+    with ExitStack() as pages:
+        yield lambda fragment="", **more: pages.enter_context(
+            opened(browser, f"file://{explored}{fragment}", **more)
+        )
 
 
 class SiteHandler(SimpleHTTPRequestHandler):

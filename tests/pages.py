@@ -187,10 +187,10 @@ def recorded(policy, seconds=one_second, **load):
     return record(find_policy(policy), Load(**sizes), seconds)
 
 
-def a_stall(tokens=400, at=200):
-    """A Recorder of request 0 with gaps of 0.02 s, and before its token `at` + 1 one of 0.2 s, in
-    which 1 is prefilled whole."""
-    requests = [(0.0, 10, tokens), (0.02 * at - 0.01, 900, 1), (900.0, 10, 1)]
+def a_stall():
+    """A Recorder of request 0 with gaps of 0.02 s, and at 4 s one of 0.2 s, in which 1 is prefilled
+    whole."""
+    requests = [(0.0, 10, 400), (3.99, 900, 1), (900.0, 10, 1)]
     return recorded(
         "vllm", lambda batch: 0.18 if batch[0].length == 900 else 0.02, requests=requests
     )

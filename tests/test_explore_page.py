@@ -14,7 +14,6 @@ from tests.pages import (
     enter,
     in_turn,
     opened,
-    opened_runs,
     recorded,
     seconds,
     shown_runs,
@@ -26,8 +25,7 @@ WRITTEN = ["back stall", "back prefill", "ink back", "soft back"]
 VIOLATIONS = """async script => {
     (0, eval)(script);
     const {violations} = await axe.run(document, {resultTypes: ["violations"]});
-    return violations.filter(({impact}) => impact !== "minor").map(({id, nodes}) =>
-        [id, ...nodes.map(({html}) => html.slice(0, 99))]); }"""
+    return violations.map(({id, nodes}) => [id, ...nodes.map(({html}) => html.slice(0, 99))]); }"""
 
 
 def check_page(tab):
@@ -78,85 +76,83 @@ PLAYING = ["title", "H2", "CANVAS", "CANVAS", "H2", "CANVAS", "CANVAS", "story"]
 
 
 @pytest.mark.parametrize("size", [(1400, 900), (390, 844)])
-def test_the_page_opens_with_one_picture_that_plays_once(browser, explored, size):
-    address = f"file://{explored}"
-    with opened(browser, address, size, skip_opening=False) as tab:
-        assert shown_runs(tab) == ["vllm | * | A to D", "sarathi-serve | 256 | A to D"]
-        assert 0 < tab.evaluate("revealed") < tab.evaluate("range()[1]")
-        assert tab.evaluate(OPENING) == PLAYING
-        tab.evaluate("opening.began -= 1e6")
-        tab.wait_for_function("revealed === Infinity && !dirty")
-        buttons = ["dragchunk", "again", "everything", "ownpolicy"]
-        assert tab.evaluate(OPENING) == [*PLAYING, *buttons]
-        whole = "[document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
-        assert tab.evaluate(whole) == list(size)  # nothing is below the first screen
-        assert "stand still for" in tab.text_content("#story")
-        tab.click("#again")
-        tab.wait_for_function("revealed < Infinity")
-        assert tab.url == address  # or it would not open like this again
-        tab.evaluate("end_opening()")
-        tab.click("#everything")
-        tab.wait_for_function("$('position').textContent && !dirty")
-        assert tab.is_visible("#choices") and not tab.is_visible("#opening")
+def test_the_page_opens_with_one_picture_that_plays_once(open_explored, size):
+    tab = open_explored(size=size, skip_opening=False)
+    assert shown_runs(tab) == ["vllm | * | A to D", "sarathi-serve | 256 | A to D"]
+    assert 0 < tab.evaluate("revealed") < tab.evaluate("range()[1]")
+    assert tab.evaluate(OPENING) == PLAYING
+    tab.evaluate("opening.began -= 1e6")
+    tab.wait_for_function("revealed === Infinity && !dirty")
+    buttons = ["dragchunk", "again", "everything", "ownpolicy"]
+    assert tab.evaluate(OPENING) == [*PLAYING, *buttons]
+    whole = "[document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
+    assert tab.evaluate(whole) == list(size)  # nothing is below the first screen
+    assert "stand still for" in tab.text_content("#story")
+    tab.click("#again")
+    tab.wait_for_function("revealed < Infinity")
+    assert "#" not in tab.url  # or it would not open like this again
+    tab.evaluate("end_opening()")
+    tab.click("#everything")
+    tab.wait_for_function("$('position').textContent && !dirty")
+    assert tab.is_visible("#choices") and not tab.is_visible("#opening")
 
 
-def test_the_opening_counts_a_stall_and_follows_the_chunk_size(browser, explored):
-    with opened(browser, f"file://{explored}", skip_opening=False) as tab:
-        tab.evaluate("end_opening()")
-        written = """moment => {
-            const texts = [], pen = {fillText: text => texts.push(text), fillRect() {}};
-            pen.measureText = () => ({width: 0});
-            revealed = moment;
-            draw_opening(panes[0], pen);
-            revealed = Infinity;
-            return texts.filter(text => text.includes("ms")); }"""
-        gap = tab.evaluate("panes[0].run.longest_gap()")
-        longest = f"{1e3 * (gap['until'] - gap['since']):.0f} ms"
-        for later, seen in (0.05, []), (0.1, ["100 ms"] * 2), (1, [longest] * 2):  # A and B
-            assert tab.evaluate(written, gap["since"] + later) == seen
-        assert f"for {longest}, a generation stall" in tab.text_content("#story")
-        tab.click("#dragchunk")
-        tab.keyboard.press("Home")
-        tab.wait_for_function("panes[1].run.name === 'sarathi-serve | 128 | A to D'")
-        shorter = tab.evaluate("panes[1].run.longest_gap()")
-        tab.wait_for_function("$('story').textContent.includes('chunk 128')")
-        shorter_ms = 1e3 * (shorter["until"] - shorter["since"])
-        assert tab.text_content("#story").endswith(f"waits longer than {shorter_ms:.1f} ms.")
+def test_the_opening_counts_a_stall_and_follows_the_chunk_size(open_explored):
+    tab = open_explored(skip_opening=False)
+    tab.evaluate("end_opening()")
+    written = """moment => {
+        const texts = [], pen = {fillText: text => texts.push(text), fillRect() {}};
+        pen.measureText = () => ({width: 0});
+        revealed = moment;
+        draw_opening(panes[0], pen);
+        revealed = Infinity;
+        return texts.filter(text => text.includes("ms")); }"""
+    gap = tab.evaluate("panes[0].run.longest_gap()")
+    longest = f"{1e3 * (gap['until'] - gap['since']):.0f} ms"
+    for later, seen in (0.05, []), (0.1, ["100 ms"] * 2), (1, [longest] * 2):  # A and B
+        assert tab.evaluate(written, gap["since"] + later) == seen
+    assert f"for {longest}, a generation stall" in tab.text_content("#story")
+    tab.click("#dragchunk")
+    tab.keyboard.press("Home")
+    tab.wait_for_function("panes[1].run.name === 'sarathi-serve | 128 | A to D'")
+    shorter = tab.evaluate("panes[1].run.longest_gap()")
+    tab.wait_for_function("$('story').textContent.includes('chunk 128')")
+    shorter_ms = 1e3 * (shorter["until"] - shorter["since"])
+    assert tab.text_content("#story").endswith(f"waits longer than {shorter_ms:.1f} ms.")
 
 
-def test_who_wants_no_motion_sees_the_last_frame(browser, explored):
-    address = f"file://{explored}"
-    with opened(browser, address, skip_opening=False, reduced_motion="reduce") as tab:
-        tab.wait_for_function("opening.is_open && dirty === false")
-        assert tab.evaluate("[revealed === Infinity, opening.began]") == [True, None]
-        assert tab.is_visible("#again")
+def test_who_wants_no_motion_sees_the_last_frame(open_explored):
+    tab = open_explored(skip_opening=False, reduced_motion="reduce")
+    tab.wait_for_function("opening.is_open && dirty === false")
+    assert tab.evaluate("[revealed === Infinity, opening.began]") == [True, None]
+    assert tab.is_visible("#again")
 
 
-def test_all_boxes_show_the_state_after_an_iteration(browser, explored):
-    with opened(browser, f"file://{explored}#policy=vllm&i=11") as tab:
-        tab.wait_for_function("$('numbers').innerText.includes('2 go on')")
-        gap = tab.evaluate("focused.run.longest_gap()")
-        wait = tab.evaluate("focused.run.iterations[10].end") - gap["since"]
-        assert seconds(tab.text_content("[data-k='tbt-1']")) == pytest.approx(wait, rel=5e-3)
-        assert re.search(r"stalls, longer than [\d.]+ ms\s+2 go on\s+2\n", *texts(tab, "#numbers"))
-        running = texts(tab, "#running tr")
-        assert ["1,000 of 1,000" in row for row in running] == [False, False, False, True, True]
-        assert "The queue after it: 0" in tab.text_content("#queuename")
+def test_all_boxes_show_the_state_after_an_iteration(open_explored):
+    tab = open_explored("#policy=vllm&i=11")
+    tab.wait_for_function("$('numbers').innerText.includes('2 go on')")
+    gap = tab.evaluate("focused.run.longest_gap()")
+    wait = tab.evaluate("focused.run.iterations[10].end") - gap["since"]
+    assert seconds(tab.text_content("[data-k='tbt-1']")) == pytest.approx(wait, rel=5e-3)
+    assert re.search(r"stalls, longer than [\d.]+ ms\s+2 go on\s+2\n", *texts(tab, "#numbers"))
+    running = texts(tab, "#running tr")
+    assert ["1,000 of 1,000" in row for row in running] == [False, False, False, True, True]
+    assert "The queue after it: 0" in tab.text_content("#queuename")
 
 
 @pytest.mark.parametrize("decodes, chunk", [(1, 0), (32, 0), (0, 225), (31, 225)])
-def test_the_box_of_costs_says_what_the_cost_model_says(browser, explored, decodes, chunk):
+def test_the_box_of_costs_says_what_the_cost_model_says(open_explored, decodes, chunk):
     cost = CostModel.named(explore.MODEL)
 
     def ms(rows):
         linear_s = cost.layers * cost.layer_seconds([(0, 0, rows)]).linear
         return f"{1e3 * linear_s:#.3g} ms"
 
-    with opened(browser, f"file://{explored}#policy=vllm") as tab:
-        for field, value in ("costdecodes", decodes), ("costchunk", chunk):
-            tab.evaluate(f"$('{field}').value = {value}; draw_costs()")
-        line = tab.text_content("#costline")
-        counts = texts(tab, ".counts b")
+    tab = open_explored("#policy=vllm")
+    for field, value in ("costdecodes", decodes), ("costchunk", chunk):
+        tab.evaluate(f"$('{field}').value = {value}; draw_costs()")
+    line = tab.text_content("#costline")
+    counts = texts(tab, ".counts b")
     if not chunk:
         assert counts == [ms(1)]  # reading, as long as for one row
         assert f": {counts[0]}, as one. Up to 128 rows reading takes longer" in line
@@ -168,15 +164,15 @@ def test_the_box_of_costs_says_what_the_cost_model_says(browser, explored, decod
 POLICIES = ["vllm", "sarathi-serve"]
 
 
-def test_bench_page_and_exercise_count_the_same_stalls(browser, explored, tmp_path, capsys):
+def test_bench_page_and_exercise_count_the_same_stalls(open_explored, show, capsys):
     cost = CostModel.named(explore.MODEL)
     requests = [(0, 64, 40)] * 2 + [(0.1, 1000, 20)] * 2
     requests.append((9, 2008, 40))  # alone, as long as max_len
     expected = [2, 0]  # A and B stall while the prompts of C and D are computed whole
 
-    with opened(browser, f"file://{explored}#policy=vllm&beside=sarathi-serve") as tab:
-        slo_s = tab.evaluate("data.slo_s")
-        assert tab.evaluate("panes.map(pane => pane.run.stalls.length)") == expected
+    tab = open_explored("#policy=vllm&beside=sarathi-serve")
+    slo_s = tab.evaluate("data.slo_s")
+    assert tab.evaluate("panes.map(pane => pane.run.stalls.length)") == expected
 
     runs = {
         policy: recorded(
@@ -186,8 +182,8 @@ def test_bench_page_and_exercise_count_the_same_stalls(browser, explored, tmp_pa
         )
         for policy in POLICIES
     }
-    with opened_runs(browser, tmp_path, runs, slo_s=slo_s) as tab:
-        assert tab.evaluate("panes.map(pane => pane.run.stalls.length)") == expected
+    tab = show(runs, slo_s=slo_s)
+    assert tab.evaluate("panes.map(pane => pane.run.stalls.length)") == expected
 
     sizes = f"--max-len 2048 --chunk 256 --batch 32 --trace {explore.TRACE} --slo {slo_s}"
     simulated = f"serve --simulate a100-80gb --preset {explore.MODEL} {sizes}"
@@ -197,63 +193,63 @@ def test_bench_page_and_exercise_count_the_same_stalls(browser, explored, tmp_pa
     assert [int(row.split("|")[column]) for row in rows] == expected
 
 
-def test_explore_has_a_run_for_every_button(browser, explored):
-    with opened(browser, f"file://{explored}") as tab:
-        choices = tab.evaluate("data.choices")
-        assert choices["policy"][0] == "ShortestFirst" and len(choices["load"]) == 9
-        found = tab.evaluate(
-            """async () => { const names = [];
-                for (const policy of data.choices.policy)
-                for (const chunk of data.choices.chunk)
-                for (const load of data.choices.load) {
-                    await choose({policy, chunk, load, beside: "nothing"});
-                    names.push([policy, chunk, load, panes[0].run.name.split(" | ")]);
-                } return names; }"""
-        )
-        assert len({tuple(name) for *_, name in found}) == len(tab.evaluate("data.runs"))
-        for policy, chunk, load, name in found:
-            if policy in explore.REMEDIES:
-                load = explore.LONG_AMONG_SHORT
-            if policy == explore.POOLS_NAME:
-                load = explore.TWO_GPUS
-            assert name in ([policy, chunk, load], [policy, "*", load])
-        tab.evaluate("choose({policy: 'ppas', beside: 'interval'})")  # it chooses the load, too
-        assert tab.get_attribute("[data-label='one long among short']", "aria-pressed") == "true"
-        assert len(shown_runs(tab)) == 2
-        tab.evaluate("choose({load: 'steady'})")  # of which neither has a run
-        assert shown_runs(tab) == ["ShortestFirst | 1024 | steady"]
-        assert tab.is_hidden("[data-label='ppas']")
+def test_explore_has_a_run_for_every_button(open_explored):
+    tab = open_explored()
+    choices = tab.evaluate("data.choices")
+    assert choices["policy"][0] == "ShortestFirst" and len(choices["load"]) == 9
+    found = tab.evaluate(
+        """async () => { const names = [];
+            for (const policy of data.choices.policy)
+            for (const chunk of data.choices.chunk)
+            for (const load of data.choices.load) {
+                await choose({policy, chunk, load, beside: "nothing"});
+                names.push([policy, chunk, load, panes[0].run.name.split(" | ")]);
+            } return names; }"""
+    )
+    assert len({tuple(name) for *_, name in found}) == len(tab.evaluate("data.runs"))
+    for policy, chunk, load, name in found:
+        if policy in explore.REMEDIES:
+            load = explore.LONG_AMONG_SHORT
+        if policy == explore.POOLS_NAME:
+            load = explore.TWO_GPUS
+        assert name in ([policy, chunk, load], [policy, "*", load])
+    tab.evaluate("choose({policy: 'ppas', beside: 'interval'})")  # it chooses the load, too
+    assert tab.get_attribute("[data-label='one long among short']", "aria-pressed") == "true"
+    assert len(shown_runs(tab)) == 2
+    tab.evaluate("choose({load: 'steady'})")  # of which neither has a run
+    assert shown_runs(tab) == ["ShortestFirst | 1024 | steady"]
+    assert tab.is_hidden("[data-label='ppas']")
 
 
-def test_what_was_seen_and_chosen_stays(browser, explored):
-    with opened(browser, f"file://{explored}#policy=sarathi-serve&chunk=128") as tab:
-        quick = """async () => {
-            const click = label => document.querySelector(`[data-label="${label}"]`).click();
-            click("1024");
-            click("128");  // is loaded, the one before is not
-            await new Promise(end => setTimeout(end, 400)); }"""
-        tab.evaluate(quick)
-        assert shown_runs(tab) == ["sarathi-serve | 128 | A to D"]
-        tab.evaluate("set_view(-Infinity, Infinity), go(focused.run, 9)")
-        moment = tab.evaluate("moment")
-        for name in ("request-level", "sarathi-serve", "orca"):
-            tab.evaluate(f"choose({{policy: '{name}', load: 'overload'}})")
-            whole = "[view.from <= focused.run.begin, view.to >= focused.run.end, moment]"
-            assert tab.evaluate(whole) == [True, True, moment]
-        tab.evaluate("choose({policy: 'vllm'})")
-        assert tab.is_disabled("[data-label='256']")  # which it does not go by
-        tab.evaluate("tour(0); tour(-1)")
-        tab.wait_for_timeout(300)
-        assert tab.is_hidden("#tour")
-        tab.select_option("#beside", "vllm")
-        choose(tab, "policy", "vllm")
-        assert len(shown_runs(tab)) == 1
-        assert tab.inner_text("#notice") == "vllm is compared with itself: one picture shows both."
-        tab.click("[data-label='orca']")
-        tab.wait_for_function("panes.length == 2 && panes[1].run.name.startsWith('vllm')")
-        assert not tab.is_visible("#notice")
-        tab.click("#start")
-        tab.wait_for_function("$('stop').textContent[0] == '1'")
+def test_what_was_seen_and_chosen_stays(open_explored):
+    tab = open_explored("#policy=sarathi-serve&chunk=128")
+    quick = """async () => {
+        const click = label => document.querySelector(`[data-label="${label}"]`).click();
+        click("1024");
+        click("128");  // is loaded, the one before is not
+        await new Promise(end => setTimeout(end, 400)); }"""
+    tab.evaluate(quick)
+    assert shown_runs(tab) == ["sarathi-serve | 128 | A to D"]
+    tab.evaluate("set_view(-Infinity, Infinity), go(focused.run, 9)")
+    moment = tab.evaluate("moment")
+    for name in ("request-level", "sarathi-serve", "orca"):
+        tab.evaluate(f"choose({{policy: '{name}', load: 'overload'}})")
+        whole = "[view.from <= focused.run.begin, view.to >= focused.run.end, moment]"
+        assert tab.evaluate(whole) == [True, True, moment]
+    tab.evaluate("choose({policy: 'vllm'})")
+    assert tab.is_disabled("[data-label='256']")  # which it does not go by
+    tab.evaluate("tour(0); tour(-1)")
+    tab.wait_for_timeout(300)
+    assert tab.is_hidden("#tour")
+    tab.select_option("#beside", "vllm")
+    choose(tab, "policy", "vllm")
+    assert len(shown_runs(tab)) == 1
+    assert tab.inner_text("#notice") == "vllm is compared with itself: one picture shows both."
+    tab.click("[data-label='orca']")
+    tab.wait_for_function("panes.length == 2 && panes[1].run.name.startsWith('vllm')")
+    assert not tab.is_visible("#notice")
+    tab.click("#start")
+    tab.wait_for_function("$('stop').textContent[0] == '1'")
 
 
 def test_the_loads_of_explore_are_as_they_are_called():
@@ -283,40 +279,40 @@ def test_the_loads_of_explore_are_as_they_are_called():
     assert costs["both_s"] < 0.75 * sum(alone)  # decodes ride along
 
 
-def test_explore_looks_at_the_longest_gap(browser, explored):
-    with opened(browser, f"file://{explored}#policy=vllm&beside=sarathi-serve&i=11") as tab:
-        assert texts(tab, ".run h2") == ["vllm", "sarathi-serve, chunk 256"]
-        stalled, served = texts(tab, ".run .gap")
-        who = r"request A, token 11: waited \d+ ms for the prompts of requests C and D"
-        assert re.search(who, stalled)
-        assert "times the usual gap, a stall" in stalled and "stall" not in served
-        ratios = tab.evaluate("[1.94, 14.2, 99.7, 236.4, 2500].map(format_ratio)")
-        assert ratios == ["1.9", "14", "100", "236", "2,500"]
-        assert tab.evaluate("panes[0].scales === panes[1].scales")
-    with opened(browser, f"file://{explored}") as tab:  # a policy of one's own comes first
-        assert shown_runs(tab) == ["ShortestFirst | 256 | A to D", "sarathi-serve | 256 | A to D"]
-        gap = tab.evaluate("focused.run.longest_gap()")
-        iteration = tab.evaluate("focused.run.iterations[cursor]")
-        assert gap["since"] <= iteration["start"] < gap["until"] and iteration["chunks"]
+def test_explore_looks_at_the_longest_gap(open_explored):
+    tab = open_explored("#policy=vllm&beside=sarathi-serve&i=11")
+    assert texts(tab, ".run h2") == ["vllm", "sarathi-serve, chunk 256"]
+    stalled, served = texts(tab, ".run .gap")
+    who = r"request A, token 11: waited \d+ ms for the prompts of requests C and D"
+    assert re.search(who, stalled)
+    assert "times the usual gap, a stall" in stalled and "stall" not in served
+    ratios = tab.evaluate("[1.94, 14.2, 99.7, 236.4, 2500].map(format_ratio)")
+    assert ratios == ["1.9", "14", "100", "236", "2,500"]
+    assert tab.evaluate("panes[0].scales === panes[1].scales")
+    tab = open_explored()  # a policy of one's own comes first
+    assert shown_runs(tab) == ["ShortestFirst | 256 | A to D", "sarathi-serve | 256 | A to D"]
+    gap = tab.evaluate("focused.run.longest_gap()")
+    iteration = tab.evaluate("focused.run.iterations[cursor]")
+    assert gap["since"] <= iteration["start"] < gap["until"] and iteration["chunks"]
 
 
-def test_the_address_restores_what_was_shown(browser, explored):
+def test_the_address_restores_what_was_shown(open_explored):
     shown = "[panes.map(pane => pane.run.name), cursor, pinned_request, view.from, view.to]"
-    with opened(browser, f"file://{explored}") as tab:
-        choose(tab, "policy", "vllm")
-        choose(tab, "load", "burst")
-        tab.keyboard.press("g")
-        tab.wait_for_function("location.hash.includes('request=')")
-        address = tab.url
-        *before, window = *tab.evaluate(shown)[:3], tab.evaluate("[view.from, view.to]")
+    tab = open_explored()
+    choose(tab, "policy", "vllm")
+    choose(tab, "load", "burst")
+    tab.keyboard.press("g")
+    tab.wait_for_function("location.hash.includes('request=')")
+    address = tab.url
+    *before, window = *tab.evaluate(shown)[:3], tab.evaluate("[view.from, view.to]")
     assert "policy=vllm&chunk=256&load=burst&beside=sarathi-serve&i=" in address
-    with opened(browser, address) as tab:
-        *after, low, high = tab.evaluate(shown)
-        assert after == before and after[-1] is not None
-        assert [low, high] == pytest.approx(window, abs=1e-3)
-        tab.evaluate("location.hash = '#policy=orca&load=steady&i=7'")
-        tab.wait_for_function("panes.length == 1 && cursor == 6")
-        assert shown_runs(tab) == ["orca | * | steady"]
+    tab = open_explored("#" + address.partition("#")[2])
+    *after, low, high = tab.evaluate(shown)
+    assert after == before and after[-1] is not None
+    assert [low, high] == pytest.approx(window, abs=1e-3)
+    tab.evaluate("location.hash = '#policy=orca&load=steady&i=7'")
+    tab.wait_for_function("panes.length == 1 && cursor == 6")
+    assert shown_runs(tab) == ["orca | * | steady"]
 
 
 @pytest.mark.parametrize(
@@ -335,19 +331,18 @@ def test_the_address_restores_what_was_shown(browser, explored):
         ),
     ],
 )
-def test_what_an_address_names_and_is_not_there_is_said(browser, explored, fragment, names, notice):
-    with opened(browser, f"file://{explored}#{fragment}") as tab:
-        tab.wait_for_function("$('notice').textContent")
-        assert shown_runs(tab) == names and texts(tab, "#notice") == [notice]
-        tab.click("[data-label='A to D']")
-        tab.wait_for_function("!$('notice').textContent")  # it was said once
+def test_what_an_address_names_and_is_not_there_is_said(open_explored, fragment, names, notice):
+    tab = open_explored(f"#{fragment}")
+    tab.wait_for_function("$('notice').textContent")
+    assert shown_runs(tab) == names and texts(tab, "#notice") == [notice]
+    tab.click("[data-label='A to D']")
+    tab.wait_for_function("!$('notice').textContent")  # it was said once
 
 
-def test_a_tap_says_who_waited(browser, explored):
-    address = f"file://{explored}#policy=vllm"
-    with opened(browser, address, size=(375, 800), has_touch=True) as tab:
-        box = tab.locator("canvas[role=img]").first.bounding_box()
-        assert box["y"] + tab.evaluate("panes[0].lanes_height") < 800  # seen without scrolling
-        tab.touchscreen.tap(box["x"] + tab.evaluate("panes[0].x(0.2)"), box["y"] + 5)
-        tab.wait_for_function("!$('tip').hidden")
-        assert re.match(r"Request A, token 11: waited \d+ ms for", tab.text_content("#tip"))
+def test_a_tap_says_who_waited(open_explored):
+    tab = open_explored("#policy=vllm", size=(375, 800), has_touch=True)
+    box = tab.locator("canvas[role=img]").first.bounding_box()
+    assert box["y"] + tab.evaluate("panes[0].lanes_height") < 800  # seen without scrolling
+    tab.touchscreen.tap(box["x"] + tab.evaluate("panes[0].x(0.2)"), box["y"] + 5)
+    tab.wait_for_function("!$('tip').hidden")
+    assert re.match(r"Request A, token 11: waited \d+ ms for", tab.text_content("#tip"))

@@ -14,7 +14,7 @@ from lab.simulator.devices import Link
 from lab.simulator.pools import KVLink, simulate_pools
 from page.records import Recorder
 from policies.pools import Pools
-from tests.pages import a_load, in_turn, opened_runs, seconds
+from tests.pages import a_load, in_turn, seconds
 
 SLOW = Link(bytes_per_s=5e9, step_s=1e-3)  # some 27 ms for a prompt of 1,000 tokens
 
@@ -60,7 +60,7 @@ def test_the_records_have_every_batch_and_transfer_in_order_of_time():
 
 
 @pytest.mark.parametrize("layer_wise", [False, True])
-def test_lanes_say_what_is_computed_sent_and_idle(browser, tmp_path, layer_wise):
+def test_lanes_say_what_is_computed_sent_and_idle(show, layer_wise):
     simulated, recorder = two_pools(layer_wise=layer_wise)
     run = simulated.run
     waited = max(run.transfers, key=lambda sent: sent.waited_s)
@@ -68,60 +68,60 @@ def test_lanes_say_what_is_computed_sent_and_idle(browser, tmp_path, layer_wise)
     records = in_turn(recorder)
     prefills = [record for record in records if record["micro_batch"] == 0]
     before, after = max(pairwise(prefills), key=lambda pair: pair[1]["start"] - pair[0]["end"])
-    with opened_runs(browser, tmp_path, {"pools 1:1": recorder}) as tab:
-        assert tab.evaluate("band_rows(focused.run.settings)") == ["prefill", "link", "decode"]
-        assert tab.evaluate("[0, 1].map(n => row_of(focused.run.settings, n))") == [0, 2]
-        sent = sorted(run.transfers, key=lambda sent: sent.start)
-        assert any(transfer.start < transfer.prefilled for transfer in sent) == layer_wise
-        link_seconds = tab.evaluate("focused.run.transfers.map(link_seconds)")
-        assert link_seconds == pytest.approx([t.exposed_s for t in sent], abs=3e-6)
-        # a long prefill is seen when decodes that began after it have ended
-        middle = max(prefills, key=lambda record: record["end"] - record["start"])["end"] - 1e-4
-        tab.evaluate(f"set_view({middle}, {middle} + 5e-5)")
-        shown = tab.evaluate("iterations_in_view(focused.run).map(({start}) => start)")
-        now = [r["start"] for r in records if r["start"] < middle and r["end"] > middle + 5e-5]
-        assert len(now) == 2 and set(now) <= set(shown)
+    tab = show({"pools 1:1": recorder})
+    assert tab.evaluate("band_rows(focused.run.settings)") == ["prefill", "link", "decode"]
+    assert tab.evaluate("[0, 1].map(n => row_of(focused.run.settings, n))") == [0, 2]
+    sent = sorted(run.transfers, key=lambda sent: sent.start)
+    assert any(transfer.start < transfer.prefilled for transfer in sent) == layer_wise
+    link_seconds = tab.evaluate("focused.run.transfers.map(link_seconds)")
+    assert link_seconds == pytest.approx([t.exposed_s for t in sent], abs=3e-6)
+    # a long prefill is seen when decodes that began after it have ended
+    middle = max(prefills, key=lambda record: record["end"] - record["start"])["end"] - 1e-4
+    tab.evaluate(f"set_view({middle}, {middle} + 5e-5)")
+    shown = tab.evaluate("iterations_in_view(focused.run).map(({start}) => start)")
+    now = [r["start"] for r in records if r["start"] < middle and r["end"] > middle + 5e-5]
+    assert len(now) == 2 and set(now) <= set(shown)
 
-        note = tab.text_content(".run p.soft")
-        begin, end = tab.evaluate("[focused.run.begin, focused.run.end]")
-        assert end == pytest.approx(max(i.end for i in run.iterations), abs=1e-6)
-        shares = re.search(r"Idle: prefill ([\d.]+) %, decode ([\d.]+) % of the time", note)
-        for instance, share in enumerate(shares.groups()):
-            idle = 1 - simulated.busy[instance, 0] / (end - begin)
-            assert float(share) == pytest.approx(100 * idle, abs=0.1)
-        assert f"{len(run.transfers)} transfers" in note and note.startswith("Two pools: ")
+    note = tab.text_content(".run p.soft")
+    begin, end = tab.evaluate("[focused.run.begin, focused.run.end]")
+    assert end == pytest.approx(max(i.end for i in run.iterations), abs=1e-6)
+    shares = re.search(r"Idle: prefill ([\d.]+) %, decode ([\d.]+) % of the time", note)
+    for instance, share in enumerate(shares.groups()):
+        idle = 1 - simulated.busy[instance, 0] / (end - begin)
+        assert float(share) == pytest.approx(100 * idle, abs=0.1)
+    assert f"{len(run.transfers)} transfers" in note and note.startswith("Two pools: ")
 
-        def told(lane, time, pattern, *expected):
-            """What is said of a lane has these seconds in the groups of a pattern."""
-            y = f"panes[0].band('stages')[0] + 18 * {lane} + 5"
-            said = tab.evaluate(f"describe(panes[0], {time}, {y})")
-            found = re.search(pattern, said)
-            assert found, said
-            assert [*map(seconds, found.groups())] == pytest.approx(expected, rel=5e-3)
+    def told(lane, time, pattern, *expected):
+        """What is said of a lane has these seconds in the groups of a pattern."""
+        y = f"panes[0].band('stages')[0] + 18 * {lane} + 5"
+        said = tab.evaluate(f"describe(panes[0], {time}, {y})")
+        found = re.search(pattern, said)
+        assert found, said
+        assert [*map(seconds, found.groups())] == pytest.approx(expected, rel=5e-3)
 
-        idle = after["start"] - before["end"]
-        told(0, before["end"] + idle / 2, r"^Prefill is idle for ([\d.]+ m?s): ", idle)
-        told(0, after["start"] + 1e-4, r"^Prefill computes [\d,]+ tokens of prefill in ")
-        decode = next(record for record in records if record["decodes"])
-        count = len(decode["decodes"])
-        told(2, decode["start"] + 1e-4, f"^Decode computes {count} decode")
-        tab.evaluate(f"set_view({waited.start} - 0.01, {waited.start} + 0.01)")
-        name = f"Request {waited.request_id}: {waited.tokens:,} tokens, "
-        said = r"([\d.]+ m?s) on the link, waited ([\d.]+ m?s) for memory\."
-        times = waited.exposed_s, waited.waited_s
-        told(1, (waited.start + waited.end) / 2, name + said, *times)
-        gap = tab.evaluate(  # the second token says the same
-            "id => describe_request(focused.run, id, focused.run.lanes.get(id).gaps[0][1] - 1e-4)",
-            waited.request_id,
-        )
-        found = re.search(r"([\d.]+ m?s) on the link", gap), re.search(r"(\S+ m?s) for memory", gap)
-        assert [seconds(each[1]) for each in found] == pytest.approx(times, rel=5e-3)
+    idle = after["start"] - before["end"]
+    told(0, before["end"] + idle / 2, r"^Prefill is idle for ([\d.]+ m?s): ", idle)
+    told(0, after["start"] + 1e-4, r"^Prefill computes [\d,]+ tokens of prefill in ")
+    decode = next(record for record in records if record["decodes"])
+    count = len(decode["decodes"])
+    told(2, decode["start"] + 1e-4, f"^Decode computes {count} decode")
+    tab.evaluate(f"set_view({waited.start} - 0.01, {waited.start} + 0.01)")
+    name = f"Request {waited.request_id}: {waited.tokens:,} tokens, "
+    said = r"([\d.]+ m?s) on the link, waited ([\d.]+ m?s) for memory\."
+    times = waited.exposed_s, waited.waited_s
+    told(1, (waited.start + waited.end) / 2, name + said, *times)
+    gap = tab.evaluate(  # the second token says the same
+        "id => describe_request(focused.run, id, focused.run.lanes.get(id).gaps[0][1] - 1e-4)",
+        waited.request_id,
+    )
+    found = re.search(r"([\d.]+ m?s) on the link", gap), re.search(r"(\S+ m?s) for memory", gap)
+    assert [seconds(each[1]) for each in found] == pytest.approx(times, rel=5e-3)
 
 
-def test_the_trace_of_two_pools_shows_transfers(browser, tmp_path):
+def test_the_trace_of_two_pools_shows_transfers(show):
     simulated, recorder = two_pools()
-    with opened_runs(browser, tmp_path, {"pools 1:1": recorder}) as tab:
-        events = json.loads(tab.evaluate("trace(panes.map(pane => pane.run))"))["traceEvents"]
+    tab = show({"pools 1:1": recorder})
+    events = json.loads(tab.evaluate("trace(panes.map(pane => pane.run))"))["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     assert names[:2] == ["prefill", "decode"]
     sent = {

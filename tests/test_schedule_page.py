@@ -44,7 +44,7 @@ from tests.pages import (
 
 
 @pytest.mark.parametrize("policy", with_slow(LOADS, fast=["vllm", "sarathi-serve"]))
-def test_every_iteration_shows_what_really_was(browser, tmp_path, policy):
+def test_every_iteration_shows_what_really_was(show, policy):
     run, truth = simulated(policy, **LOADS[policy])
     preempted = sum(c.preemptions for c in run.completions)
     reserves = "sarathi", "orca-best", "orca, shared, in a pipeline"  # all at admission
@@ -52,18 +52,18 @@ def test_every_iteration_shows_what_really_was(browser, tmp_path, policy):
     order = list(range(len(in_turn(truth))))
     random.Random(0).shuffle(order)  # backwards and forwards
     order = order[:300]
-    with opened_runs(browser, tmp_path, {policy: truth}) as tab:
-        shown = tab.evaluate(
-            """order => order.map(k => {
-                const {run} = focused, state = run.at(k), iteration = run.iterations[k];
-                const running = [...state.progress.values()].filter(
-                    r => r.pages.length && r.micro_batch === iteration.micro_batch);
-                return [running.map(r => [r.id, r.computed, r.output, [...r.pages]]),
-                        run.waiting(state, iteration).map(r => r.id)];
-            })""",
-            order,
-        )
-        cached = tab.evaluate("focused.run.iterations.at(-1).cached_tokens")
+    tab = show({policy: truth})
+    shown = tab.evaluate(
+        """order => order.map(k => {
+            const {run} = focused, state = run.at(k), iteration = run.iterations[k];
+            const running = [...state.progress.values()].filter(
+                r => r.pages.length && r.micro_batch === iteration.micro_batch);
+            return [running.map(r => [r.id, r.computed, r.output, [...r.pages]]),
+                    run.waiting(state, iteration).map(r => r.id)];
+        })""",
+        order,
+    )
+    cached = tab.evaluate("focused.run.iterations.at(-1).cached_tokens")
     assert cached == sum(c.cached_tokens for c in run.completions)
     assert (cached > 5000) == ("shared" in policy)
     for k, (running, queue) in zip(order, shown, strict=True):
@@ -111,76 +111,74 @@ def test_numbers_and_table_are_those_of_the_library(any_browser, tmp_path):
     assert half == pytest.approx(sorted(gaps), abs=3e-6)  # times are written in microseconds
 
 
-def test_the_keyboard_is_enough(browser, tmp_path):
+def test_the_keyboard_is_enough(show):
     runs = {name: simulated(name)[1] for name in ("vllm", "sarathi-serve")}
     last = len(in_turn(runs["vllm"])) - 1
-    with opened_runs(browser, tmp_path, runs) as tab:
+    tab = show(runs)
 
-        def after(keys, expression="cursor"):
-            for key in keys.split():
-                tab.keyboard.press(key.replace("Space", " "))
-            tab.wait_for_function("!dirty")
-            return tab.evaluate(expression)
-
-        steps = "ArrowRight ArrowRight ArrowRight ArrowLeft"
-        for keys, cursor in (steps, 2), ("Shift+ArrowRight", 12), ("End", last), ("Home", 0):
-            assert after(keys) == cursor
-        whole, near, again = [after(key, "view.to - view.from") for key in "0+0"]
-        assert (near, again) == (pytest.approx(0.6 * whole), pytest.approx(whole))
-        tab.select_option("#speed", "100")
-        tab.evaluate("document.activeElement.blur()")
-        after("Space")
-        tab.wait_for_function("cursor > 20")
-        stopped = after("Space")
-        tab.wait_for_timeout(200)
-        assert tab.evaluate("cursor") == stopped
-        assert after("d", "document.documentElement.dataset.theme") == "dark"
-        assert after("o", "focused === panes[1]")
-        with tab.expect_download():
-            after("s")
-        tab.focus("#scrub")
-        assert after("Home ArrowRight") == 1
-
-
-def test_tab_reaches_everything_and_lanes_are_told(browser, tmp_path):
-    with opened_runs(browser, tmp_path, {"vllm": simulated("vllm", pages=48)[1]}) as tab:
-        tab.evaluate("go(focused.run, 200)")
+    def after(keys, expression="cursor"):
+        for key in keys.split():
+            tab.keyboard.press(key.replace("Space", " "))
         tab.wait_for_function("!dirty")
-        controls = "[...document.querySelectorAll('button, select, input, summary')]"
-        expected = tab.evaluate(f"{controls}.filter(c => c.offsetParent && !c.disabled).length")
-        for _ in range(expected):
-            tab.keyboard.press("Tab")
-            tab.evaluate("document.activeElement.dataset.tabbed = 1")
-        assert tab.evaluate(f"{controls}.filter(c => c.dataset.tabbed).length") == expected > 20
-        lanes = texts(tab, ".run .sr li")
-        said = r"Request 0: a prompt of [\d,]+ tokens, first token after .*, longest gap .* stall"
-        assert len(lanes) == 40 and re.match(said, lanes[0])
-        chip = tab.get_by_role("button", name=re.compile("^request [0-9]+: token")).first
-        chip.focus()
-        request = int(chip.get_attribute("data-request"))
-        tab.keyboard.press("Enter")
-        tab.wait_for_function("!dirty")
-        assert tab.evaluate("[pinned_request, lit_request]") == [request, request]
-        assert chip.get_attribute("aria-pressed") == "true"
-        tab.keyboard.press("ArrowLeft")
-        tab.wait_for_function("!dirty")
-        focused = "document.activeElement.dataset.request ?? document.activeElement.id"
-        assert tab.evaluate(focused) in (str(request), "chips")  # not lost when the batch changes
-        assert f"equest {request}" in "".join(texts(tab, "#pinnedline, #gapline"))
+        return tab.evaluate(expression)
+
+    steps = "ArrowRight ArrowRight ArrowRight ArrowLeft"
+    for keys, cursor in (steps, 2), ("Shift+ArrowRight", 12), ("End", last), ("Home", 0):
+        assert after(keys) == cursor
+    whole, near, again = [after(key, "view.to - view.from") for key in "0+0"]
+    assert (near, again) == (pytest.approx(0.6 * whole), pytest.approx(whole))
+    tab.select_option("#speed", "100")
+    tab.evaluate("document.activeElement.blur()")
+    after("Space")
+    tab.wait_for_function("cursor > 20")
+    stopped = after("Space")
+    tab.wait_for_timeout(200)
+    assert tab.evaluate("cursor") == stopped
+    assert after("d", "document.documentElement.dataset.theme") == "dark"
+    assert after("o", "focused === panes[1]")
+    with tab.expect_download():
+        after("s")
+    tab.focus("#scrub")
+    assert after("Home ArrowRight") == 1
 
 
-def test_the_tour_has_nine_stops_and_shows_what_it_says(browser, tmp_path):
+def test_tab_reaches_everything_and_lanes_are_told(show):
+    tab = show({"vllm": simulated("vllm", pages=48)[1]})
+    tab.evaluate("go(focused.run, 200)")
+    tab.wait_for_function("!dirty")
+    controls = "[...document.querySelectorAll('button, select, input, summary')]"
+    expected = tab.evaluate(f"{controls}.filter(c => c.offsetParent && !c.disabled).length")
+    for _ in range(expected):
+        tab.keyboard.press("Tab")
+        tab.evaluate("document.activeElement.dataset.tabbed = 1")
+    assert tab.evaluate(f"{controls}.filter(c => c.dataset.tabbed).length") == expected > 20
+    lanes = texts(tab, ".run .sr li")
+    said = r"Request 0: a prompt of [\d,]+ tokens, first token after .*, longest gap .* stall"
+    assert len(lanes) == 40 and re.match(said, lanes[0])
+    chip = tab.get_by_role("button", name=re.compile("^request [0-9]+: token")).first
+    chip.focus()
+    request = int(chip.get_attribute("data-request"))
+    tab.keyboard.press("Enter")
+    tab.wait_for_function("!dirty")
+    assert tab.evaluate("[pinned_request, lit_request]") == [request, request]
+    assert chip.get_attribute("aria-pressed") == "true"
+    tab.keyboard.press("ArrowLeft")
+    tab.wait_for_function("!dirty")
+    focused = "document.activeElement.dataset.request ?? document.activeElement.id"
+    assert tab.evaluate(focused) in (str(request), "chips")  # not lost when the batch changes
+    assert f"equest {request}" in "".join(texts(tab, "#pinnedline, #gapline"))
+
+
+def test_the_tour_has_nine_stops_and_shows_what_it_says(show):
     run, truth = simulated("sarathi-serve", pages=40)
-    with opened_runs(browser, tmp_path, {"sarathi-serve": truth}) as tab:
-        tab.keyboard.press("t")
-        told = []
-        for n in range(1, 10):
-            tab.wait_for_function(f"$('stop').textContent.startsWith('{n} of 9: ')")
-            told.append(
-                (tab.text_content("#stoptext"), tab.evaluate("focused.run.iterations[cursor]"))
-            )
-            tab.keyboard.press("Enter")  # the button "next" has the focus
-        assert tab.is_hidden("#tour")
+    tab = show({"sarathi-serve": truth})
+    tab.keyboard.press("t")
+    told = []
+    for n in range(1, 10):
+        tab.wait_for_function(f"$('stop').textContent.startsWith('{n} of 9: ')")
+        told.append((tab.text_content("#stoptext"), tab.evaluate("focused.run.iterations[cursor]")))
+        tab.keyboard.press("Enter")  # the button "next" has the focus
+    assert tab.is_hidden("#tour")
     _, (stall, _), (_, chunk), (_, ride), (_, budget), (short, _), _, (_, memory), (_, load) = told
     most_tokens = max(len(c.prompt) for c in run.completions)
     slowest = max(c.ttft for c in run.completions if 4 * len(c.prompt) <= most_tokens)
@@ -239,22 +237,22 @@ SENTENCES = [  # policy, load, iteration, what is said of it
 ]
 
 
-def test_a_sentence_says_in_words_why_the_batch_is_as_it_is(browser, tmp_path):
+def test_a_sentence_says_in_words_why_the_batch_is_as_it_is(show):
     runs = {f"run {i}": recorded(row[0], **row[1]) for i, row in enumerate(SENTENCES)}
-    with opened_runs(browser, tmp_path, runs) as tab:
-        for name, (_, _, iteration, sentence) in zip(runs, SENTENCES, strict=True):
-            tab.evaluate("run => choose({run})", name)
-            tab.evaluate("k => go(focused.run, k)", iteration - 1)
-            tab.wait_for_function("!dirty")
-            assert tab.text_content("#decision") == sentence
-        # the last request reads two pages of the first, which has three, beside six of its own
-        assert "1: tokens 128 to 382, prefill, 128 found in the cache" in texts(tab, "#chips")[0]
-        taken = "9 of 64 pages taken, 2 by several requests, striped"
-        assert taken in tab.text_content("#pagesname")
-        stripes = """() => {  // page 0 is 18 pixels wide
-            const pen = $("pages").getContext("2d");
-            return [2, 14].map(y => pen.getImageData(2, y, 1, 1).data.join()); }"""
-        assert len(set(tab.evaluate(stripes))) == 2
+    tab = show(runs)
+    for name, (_, _, iteration, sentence) in zip(runs, SENTENCES, strict=True):
+        tab.evaluate("run => choose({run})", name)
+        tab.evaluate("k => go(focused.run, k)", iteration - 1)
+        tab.wait_for_function("!dirty")
+        assert tab.text_content("#decision") == sentence
+    # the last request reads two pages of the first, which has three, beside six of its own
+    assert "1: tokens 128 to 382, prefill, 128 found in the cache" in texts(tab, "#chips")[0]
+    taken = "9 of 64 pages taken, 2 by several requests, striped"
+    assert taken in tab.text_content("#pagesname")
+    stripes = """() => {  // page 0 is 18 pixels wide
+        const pen = $("pages").getContext("2d");
+        return [2, 14].map(y => pen.getImageData(2, y, 1, 1).data.join()); }"""
+    assert len(set(tab.evaluate(stripes))) == 2
 
 
 def long_run():
@@ -265,10 +263,10 @@ def long_run():
 
 
 @pytest.mark.slow
-def test_ten_thousand_iterations_are_less_than_five_megabytes(browser, tmp_path):
+def test_ten_thousand_iterations_are_less_than_five_megabytes(show, tmp_path):
     recorder = long_run()
-    with opened_runs(browser, tmp_path, {"sarathi-serve": recorder}) as tab:
-        assert tab.evaluate("focused.run.iterations.length") == len(in_turn(recorder)) > 10_000
+    tab = show({"sarathi-serve": recorder})
+    assert tab.evaluate("focused.run.iterations.length") == len(in_turn(recorder)) > 10_000
     assert (tmp_path / "page.html").stat().st_size < 5e6
 
 
@@ -294,57 +292,55 @@ def test_a_stall_is_red_at_every_zoom(any_browser, tmp_path, width):
                 assert lane.get(ink, 0) > 5 * 20
 
 
-def test_gaps_on_a_pixel_are_drawn_as_their_longest_and_only_who_is_there_has_a_lane(
-    browser, tmp_path
-):
-    with opened_runs(browser, tmp_path, {"vllm": a_stall()}) as tab:
-        gaps = [[0, 1], [1, 4], [4, 5], [5, 15], [15, 16]]
-        merged = tab.evaluate("gaps => merge_gaps(gaps, 8)", gaps)
-        assert merged == [[0, 5, 3], [5, 15, 10], [15, 16, 1]]
-        for window, ids in ([0, 0.4], [0]), ([4, 5], [0, 1]), ([899, 901], [2]):
-            tab.evaluate("window => set_view(...window)", window)
-            tab.wait_for_function("!dirty")
-            assert tab.evaluate("panes[0].ids") == ids
-        hues = tab.evaluate("Array.from({length: 1000}, (_, id) => hue_of(id))")
-        assert min(hues) >= 30 and max(hues) <= 310  # never the red of a stall
-
-
-def test_the_tip_says_who_waited_for_whom(browser, tmp_path):
-    with opened_runs(browser, tmp_path, {"vllm": a_stall()}) as tab:
-        box = tab.locator("canvas[role=img]").first.bounding_box()
-
-        def place(time, y):
-            return box["x"] + tab.evaluate(f"panes[0].x({time})"), box["y"] + y
-
-        def tip_at(time, y):
-            tab.mouse.move(*place(time, y))
-            return tab.text_content("#tip")
-
-        stall = "equest 0, token 201: waited 200 ms for request 1's prompt of 900 tokens."
-        assert tip_at(5.2, 5) == "R" + stall  # which is a quarter of a pixel wide, and near
-        tab.evaluate("set_view(3.9, 4.3)")
+def test_a_pixel_shows_its_longest_gap_and_only_who_is_there_has_a_lane(show):
+    tab = show({"vllm": a_stall()})
+    gaps = [[0, 1], [1, 4], [4, 5], [5, 15], [15, 16]]
+    merged = tab.evaluate("gaps => merge_gaps(gaps, 8)", gaps)
+    assert merged == [[0, 5, 3], [5, 15, 10], [15, 16, 1]]
+    for window, ids in ([0, 0.4], [0]), ([4, 5], [0, 1]), ([899, 901], [2]):
+        tab.evaluate("window => set_view(...window)", window)
         tab.wait_for_function("!dirty")
-        strip = tab.evaluate("panes[0].band('gaps')[1] - 3")
-        assert tip_at(4.1, strip).endswith(f"the longest gap here: r{stall}")
-        said = "Request 0, token 199: 20.0 ms after the token before."
-        assert tip_at(3.97, 5) == said
-        lane = 1.5 * tab.evaluate("panes[0].lane_height")
-        said = "Request 1: tokens 0 to 899 of its prompt of 900, alone, in 180 ms."
-        assert tip_at(4.1, lane) == said
-        assert tip_at(3.995, lane) == "Request 1 waits 10.0 ms to be computed."
-        tab.mouse.click(*place(4.1, 5))
-        tab.mouse.move(5, 5)
-        assert tab.evaluate("[lit_request, pinned_request]") == [0, 0]
-        tab.wait_for_function("!dirty")
-        assert set(tab.evaluate("[...document.querySelectorAll('.lit')].map(e => e.innerText)"))
-        assert tab.is_hidden("#tip")
-        tab.keyboard.press("Home")
-        tab.keyboard.press("g")
-        tab.wait_for_function("!dirty")
-        assert tab.text_content("#gapline") == f"Gap: r{stall}"
+        assert tab.evaluate("panes[0].ids") == ids
+    hues = tab.evaluate("Array.from({length: 1000}, (_, id) => hue_of(id))")
+    assert min(hues) >= 30 and max(hues) <= 310  # never the red of a stall
 
 
-def test_stages_of_a_pipeline_have_lanes_with_their_bubbles(browser, tmp_path):
+def test_the_tip_says_who_waited_for_whom(show):
+    tab = show({"vllm": a_stall()})
+    box = tab.locator("canvas[role=img]").first.bounding_box()
+
+    def place(time, y):
+        return box["x"] + tab.evaluate(f"panes[0].x({time})"), box["y"] + y
+
+    def tip_at(time, y):
+        tab.mouse.move(*place(time, y))
+        return tab.text_content("#tip")
+
+    stall = "equest 0, token 201: waited 200 ms for request 1's prompt of 900 tokens."
+    assert tip_at(5.2, 5) == "R" + stall  # which is a quarter of a pixel wide, and near
+    tab.evaluate("set_view(3.9, 4.3)")
+    tab.wait_for_function("!dirty")
+    strip = tab.evaluate("panes[0].band('gaps')[1] - 3")
+    assert tip_at(4.1, strip).endswith(f"the longest gap here: r{stall}")
+    said = "Request 0, token 199: 20.0 ms after the token before."
+    assert tip_at(3.97, 5) == said
+    lane = 1.5 * tab.evaluate("panes[0].lane_height")
+    said = "Request 1: tokens 0 to 899 of its prompt of 900, alone, in 180 ms."
+    assert tip_at(4.1, lane) == said
+    assert tip_at(3.995, lane) == "Request 1 waits 10.0 ms to be computed."
+    tab.mouse.click(*place(4.1, 5))
+    tab.mouse.move(5, 5)
+    assert tab.evaluate("[lit_request, pinned_request]") == [0, 0]
+    tab.wait_for_function("!dirty")
+    assert set(tab.evaluate("[...document.querySelectorAll('.lit')].map(e => e.innerText)"))
+    assert tab.is_hidden("#tip")
+    tab.keyboard.press("Home")
+    tab.keyboard.press("g")
+    tab.wait_for_function("!dirty")
+    assert tab.text_content("#gapline") == f"Gap: r{stall}"
+
+
+def test_stages_of_a_pipeline_have_lanes_with_their_bubbles(show):
     cost = CostModel.named("llama3-8b", pp=2)
     config = EngineConfig("orca", 256, max_batch=8, max_len=2048, page_size=64, pages=512)
     recorder = Recorder()
@@ -354,36 +350,36 @@ def test_stages_of_a_pipeline_have_lanes_with_their_bubbles(browser, tmp_path):
     assert all(len(record["stages"]) == 2 for record in in_turn(recorder))
     bubble, kind = max(kinds, key=lambda pair: pair[0].bubble)
     busy = next(stage_run for stage_run in run.stage_runs if not stage_run.bubble)
-    with opened_runs(browser, tmp_path, {"orca": recorder}) as tab:
-        top = tab.evaluate("panes[0].band('stages')[0]")
+    tab = show({"orca": recorder})
+    top = tab.evaluate("panes[0].band('stages')[0]")
 
-        def told_and_drawn(stage, start, end):
-            y = top + 18 * stage
-            told = tab.evaluate(f"describe(panes[0], {(start + end) / 2}, {y + 5})")
-            tab.evaluate(f"set_view({start} - 0.1, {start} + 0.1)")
-            tab.wait_for_function("!dirty")
-            left, right = tab.evaluate(f"[panes[0].x({start}) + 2, panes[0].x({end}) - 2]")
-            return told, tab.evaluate(PIXELS, [left, y + 1, right, y + 14])
+    def told_and_drawn(stage, start, end):
+        y = top + 18 * stage
+        told = tab.evaluate(f"describe(panes[0], {(start + end) / 2}, {y + 5})")
+        tab.evaluate(f"set_view({start} - 0.1, {start} + 0.1)")
+        tab.wait_for_function("!dirty")
+        left, right = tab.evaluate(f"[panes[0].x({start}) + 2, panes[0].x({end}) - 2]")
+        return told, tab.evaluate(PIXELS, [left, y + 1, right, y + 14])
 
-        told, colors = told_and_drawn(bubble.stage, bubble.start - bubble.bubble, bubble.start)
-        waits = rf"Stage {bubble.stage + 1} waits (.*) for its next batch: .* \({kind}\)\."
-        assert seconds(re.match(waits, told)[1]) == pytest.approx(bubble.bubble, rel=5e-3)
-        assert len(colors) > 2  # hatched
-        told, colors = told_and_drawn(busy.stage, busy.start, busy.end)
-        assert " computes " in told and len(colors) == 1
-        total = sum(stage_run.bubble for stage_run in run.stage_runs)
-        said = re.search(r"Bubbles: ([\d.]+ m?s) in all", tab.text_content(".run p.soft"))
-        assert seconds(said[1]) == pytest.approx(total, rel=5e-3)
+    told, colors = told_and_drawn(bubble.stage, bubble.start - bubble.bubble, bubble.start)
+    waits = rf"Stage {bubble.stage + 1} waits (.*) for its next batch: .* \({kind}\)\."
+    assert seconds(re.match(waits, told)[1]) == pytest.approx(bubble.bubble, rel=5e-3)
+    assert len(colors) > 2  # hatched
+    told, colors = told_and_drawn(busy.stage, busy.start, busy.end)
+    assert " computes " in told and len(colors) == 1
+    total = sum(stage_run.bubble for stage_run in run.stage_runs)
+    said = re.search(r"Bubbles: ([\d.]+ m?s) in all", tab.text_content(".run p.soft"))
+    assert seconds(said[1]) == pytest.approx(total, rel=5e-3)
 
 
-def test_a_gap_names_the_preemption_or_else_the_prefill_in_it(browser, tmp_path):
+def test_a_gap_names_the_preemption_or_else_the_prefill_in_it(show):
     run, truth = simulated("sarathi-serve", pages=40)
-    with opened_runs(browser, tmp_path, {"sarathi-serve": truth}) as tab:
-        told = tab.evaluate(
-            """() => { const {run} = focused, {lanes} = run;
-                return [...lanes].flatMap(([id, {gaps}]) => gaps.map(([since, until], i) =>
-                    [id, i, explain_gap(run, {id, since, until, token: i + 2})])); }"""
-        )
+    tab = show({"sarathi-serve": truth})
+    told = tab.evaluate(
+        """() => { const {run} = focused, {lanes} = run;
+            return [...lanes].flatMap(([id, {gaps}]) => gaps.map(([since, until], i) =>
+                [id, i, explain_gap(run, {id, since, until, token: i + 2})])); }"""
+    )
     found = find_stalls(run.completions, run.iterations)
     stalls = {(stall.request_id, stall.end): stall for stall in found}
     preempted = [(i, r["start"]) for r in in_turn(truth) for i in r["preempted"]]
@@ -402,20 +398,6 @@ def test_a_gap_names_the_preemption_or_else_the_prefill_in_it(browser, tmp_path)
         else:
             assert text.endswith("after the token before")
     assert lost >= 5 and len(told) == sum(len(c.tbt) for c in run.completions)
-
-
-def test_the_tour_stands_in_a_gap_where_iterations_pause(browser, tmp_path):
-    recorder = a_stall(20, 10)
-    iterations = in_turn(recorder)
-    iterations[9]["chunks"] = [[0, 0, 900]]  # as much prefill, but before the gap
-    for number, iteration in enumerate(iterations[:-1]):  # each begins 0.01 s after the last
-        for key in ("start", "end"):
-            iteration[key] = round(iteration[key] + 0.01 * number, 6)
-    with opened_runs(browser, tmp_path, {"vllm": recorder}) as tab:
-        gap = tab.evaluate("focused.run.longest_gap()")
-        k = tab.evaluate("iteration_of_gap(focused.run, focused.run.longest_gap())")
-    assert gap["until"] - gap["since"] == pytest.approx(0.22)
-    assert iterations[k]["chunks"] == [[1, 0, 900]]
 
 
 def test_every_policy_has_its_note_in_the_readme_of_policies():

@@ -43,7 +43,7 @@ def test_the_files_are_found():
 def packages_in(*names):
     """The packages of files of requirements, as they are imported."""
     texts = [(ROOT / name).read_text("utf-8") for name in names]
-    return set(re.findall(r"(?m)^([\w-]+)==", "\n".join(texts)))
+    return set(re.findall(r"(?m)^([\w-]+)==", "\n".join(texts).replace("-", "_")))
 
 
 def foreign_imports(paths, *, late):
