@@ -244,8 +244,7 @@ def main(options: PoolsOptions) -> dict[str, Any]:
         report["links"] = links = {preset: sweep.by_link(preset) for preset in presets}
         for preset, rows in links.items():
             print_links(preset, rows)
-        if options.plot:
-            draw(options, targets, ratios, links[LARGE_CACHE])
+        draw(options, targets, ratios, links[LARGE_CACHE])
         report["figure_1"] = figure_1 = sweep.figure_1()
         report["findings"] = findings = check_findings(
             TARGETS[0].ttft_s, targets, ratios, sizes, links[LARGE_CACHE], figure_1
@@ -271,6 +270,8 @@ def draw(
     links: Mapping[str, LinkRow],
 ) -> None:
     """Write the picture of --plot."""
+    if not options.plot:
+        return
     from lab.pictures.pools import Goodputs, SecondToken, plot_pools
 
     plot_pools(
@@ -285,7 +286,7 @@ def draw(
             "dtype": "16 bits",
             "device": f"simulated: {options.gpus} x {options.device}",
         },
-        str(options.plot),
+        options.plot,
     )
 
 
