@@ -155,6 +155,7 @@ NONSENSE = {  # options whose value is refused by the name of the option
     "capacity": "--slo=0 --page-size=2000",
     "batches --slo=1": "--slo=0 --decodes=0 --tile=0",
 }
+A100 = "--simulate a100-80gb --preset llama3-8b"
 SLOTS = "--page-size {}: must be below --max-len, or --prefix-caching off"
 NO_PAIR = ("512", "0:4", "4:0", "512:4:1", "1:-2", "x:2", "5.0:1", "9:" + 12 * "9")
 REFUSED = [
@@ -203,6 +204,10 @@ REFUSED += [
     ("--explain --policies sarathi,vllm", "--explain: needs --policies request-level,sarathi"),
     ("--explain --requests 12", "--requests 12: must be at least 13, 2 B + 1, with --explain"),
     ("--model llama-160m", "--model llama-160m: is a preset, write --preset llama-160m"),
+    (f"serve {A100} --pools 2", "--pools '2': must be PREFILL:DECODE"),
+    (f"serve {A100} --pools 1:1 --pp 2", "--pools: goes without --pp and --replicas"),
+    (f"serve {A100} --pools 1:1 --replicas 2", "--pools: goes without --pp and --replicas"),
+    (f"serve {A100} --pools 1:1 --kv-link string", "--kv-link invalid choice: 'string'"),
     ("capacity --simulate h100", "--simulate h100: needs --preset, from llama-tiny, gpt2"),
 ]
 

@@ -127,21 +127,6 @@ def test_serve_prints_two_pools_beside_as_many_replicas(
     assert all(run["finished"] == 12 for run in runs.values())
 
 
-@pytest.mark.parametrize(
-    "arguments, problem",
-    [
-        ("--pools 2", "--pools '2': must be PREFILL:DECODE"),
-        ("--pools 1:1 --pp 2", "--pools: goes without --pp and --replicas"),
-        ("--pools 1:1 --replicas 2", "--pools: goes without --pp and --replicas"),
-        ("--pools 1:1 --kv-link string", "--kv-link"),
-    ],
-)
-def test_pools_that_cannot_be_are_refused(arguments, problem, capsys):
-    with pytest.raises(SystemExit):
-        bench.main(f"serve {SERVE} {arguments}".split())
-    assert problem in capsys.readouterr().err
-
-
 @pytest.fixture
 def small(monkeypatch):
     """Sweeps of few and short runs."""

@@ -138,8 +138,8 @@ def resolve(parser: OptionParser, args: Namespace) -> OfflineOptions:
     if options.explain and not {*gain.COMPARED} <= {*options.policies}:
         parser.error(f"--explain: needs --policies {','.join(gain.COMPARED)}, others too")
     if options.explain and options.requests < options.fewest_requests:
-        least = f"must be at least {options.fewest_requests}, 2 B + 1, with --explain"
-        parser.error(f"--requests {options.requests}: {least}")
+        limit = f"must be at least {options.fewest_requests}, 2 B + 1, with --explain"
+        parser.error(f"--requests {options.requests}: {limit}")
     return options
 
 
@@ -433,7 +433,7 @@ def conclude(
     break a rule, a fourth names them."""
     rows_busy = any(row.busy for row in rows.values())
     stalls = ", ".join(f"{name} {row.summary.longest_stall_s:.3g} s" for name, row in rows.items())
-    alone = f"{table.decode_only.decode_token_ms:.2f} ms in a batch of its own"
+    decode_only = f"{table.decode_only.decode_token_ms:.2f} ms in a batch of its own"
     riding = f"{table.decode_maximal.decode_token_ms:.2f} ms"
     if not table.speedup:
         riding = "less than the noise"
@@ -443,7 +443,7 @@ def conclude(
         throughput += f", sarathi runs at {sarathi.gain:.2f}x"
     paragraphs = [
         ("3. Longest stalls, which chunks are for", stalls, rows_busy),
-        ("   Cost of a decode", f"{alone}, {riding} riding with a chunk", table.busy),
+        ("   Cost of a decode", f"{decode_only}, {riding} riding with a chunk", table.busy),
         (f"   Throughput at chunk {chunk}", throughput, table.busy or rows_busy),
     ]
     if violations:

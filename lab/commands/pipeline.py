@@ -188,7 +188,8 @@ def print_rows(rows: Mapping[str, PipelineRow]) -> None:
     policies: dict[str, list[Cell]] = {}
     stages: dict[str, list[Cell]] = {}
     for policy, row in rows.items():
-        real, simulated = row.real, row.simulated
+        real = row.real
+        simulated = row.simulated
         name = mark(policy, real.busy)
         policies[name] = [
             ("tokens/s", real.tokens_per_s, ",.0f"),
@@ -267,10 +268,10 @@ def draw_beginnings(
     from lab.pictures.pipelines import plot_pipeline  # matplotlib takes a second
 
     end_s = stage_runs[names[0]][:DRAWN][-1].end
-    drawn = {
+    beginnings = {
         each: [run for run in stage_runs[each] if run.end <= end_s]
         for name in names
         for each in (name, f"{name}, simulated")
     }
-    kinds = {name: bubble_kinds(runs) for name, runs in drawn.items()}
-    plot_pipeline(drawn, kinds, "The beginning of each run", file, machine, end_label="in")
+    kinds = {name: bubble_kinds(runs) for name, runs in beginnings.items()}
+    plot_pipeline(beginnings, kinds, "The beginning of each run", file, machine, end_label="in")

@@ -145,10 +145,10 @@ class Sweep:
     def by_link(self, preset: str) -> dict[str, LinkRow]:
         """A LinkRow for each link, for prompts of 1,500 tokens of a model."""
         load = self.load("1500+100", 2048)
-        alone = Cluster(preset, self.options.device, 2, chunk=MAX_LEN)
-        pools = {link: replace(alone, pools=Pools(1, 1), link=link) for link in LINKS_SWEPT}
+        replicas = Cluster(preset, self.options.device, 2, chunk=MAX_LEN)
+        pools = {link: replace(replicas, pools=Pools(1, 1), link=link) for link in LINKS_SWEPT}
         at_end = {link: replace(pools[link], layer_wise=False) for link in LINKS_SWEPT}
-        clusters = [alone, *at_end.values(), *pools.values()]
+        clusters = [replicas, *at_end.values(), *pools.values()]
         jobs = [Job(cluster, load, LOW_RATE * cluster.instances) for cluster in clusters]
         trials = self.trials(f"links, {preset}", jobs)
         second_s = {cluster: trial.second_p50_s for cluster, (trial,) in trials.items()}
@@ -159,7 +159,7 @@ class Sweep:
             link: LinkRow(
                 at_end_s=second_s[at_end[link]],
                 layer_wise_s=second_s[pools[link]],
-                alone_s=second_s[alone],
+                alone_s=second_s[replicas],
                 goodput=goodputs.get(pools[link]),
             )
             for link in LINKS_SWEPT
@@ -244,8 +244,7 @@ def main(options: PoolsOptions) -> dict[str, Any]:
         report["links"] = links = {preset: sweep.by_link(preset) for preset in presets}
         for preset, rows in links.items():
             print_links(preset, rows)
-        if options.plot:
-            draw(options, targets, ratios, links[LARGE_CACHE])
+        draw(options, targets, ratios, links[LARGE_CACHE])
         report["figure_1"] = figure_1 = sweep.figure_1()
         report["findings"] = findings = check_findings(
             TARGETS[0].ttft_s, targets, ratios, sizes, links[LARGE_CACHE], figure_1
@@ -271,6 +270,8 @@ def draw(
     links: Mapping[str, LinkRow],
 ) -> None:
     """Write the picture of --plot."""
+    if not options.plot:
+        return
     from lab.pictures.bars import plot_bars
 
     rows = {**targets, **{f"{name} tokens": row for name, row in ratios.items()}}
@@ -291,7 +292,7 @@ def draw(
         "device": f"simulated: {options.gpus} x {options.device}",
     }
     title = f"Chunks or two pools: goodput, and what a link costs {LARGE_CACHE}"
-    plot_bars(panels, title, str(options.plot), machine, columns)
+    plot_bars(panels, title, options.plot, machine, columns)
 
 
 def conclude(rows: Mapping[str, Row]) -> str:

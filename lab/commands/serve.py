@@ -401,7 +401,7 @@ def check_enough(arrivals: list[Arrival], options: CapacityOptions) -> None:
     fewest = options.fewest_requests
     if requests < fewest:
         limit = f"must be at least {fewest}, {capacity.ROUNDS} times what may run at once"
-        given = f"--requests {requests}"
+        option = f"--requests {requests}"
         if options.trace:
-            given = f"--trace {options.trace} with {requests} requests"
-        raise ValueError(f"{given}: {limit} (--batch {options.batch})")
+            option = f"--trace {options.trace} with {requests} requests"
+        raise ValueError(f"{option}: {limit} (--batch {options.batch})")

@@ -87,7 +87,7 @@ def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     flops_per_s = 2 * rows * weights / (products_timing.ms / 1e3)
     parallel = isinstance(model, Shard)  # has a part of the whole model
-    whole = model.whole_model() if parallel else model
+    whole_model = model.whole_model() if parallel else model
     cpu_flops_per_s = None
     if device.type == "cpu":
         rates = dtypes.cpu_rates(torch.get_num_threads())
@@ -97,7 +97,7 @@ def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         model=name,
-        parameters=count_parameters(whole),
+        parameters=count_parameters(whole_model),
         dtype=str(model.dtype).removeprefix("torch."),
         compiled=model.compiled,
         flops_per_s=flops_per_s,

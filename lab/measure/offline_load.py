@@ -127,10 +127,10 @@ def take_turns(
         name = min(used_s, key=lambda name: used_s[name])
         load = loads[name]
         clocks[name].set(used_s[name])
-        done = len(load.iterations)
+        count = len(load.iterations)
         if load.step():
             used_s[name] = clocks[name]()
-            for iteration in load.iterations[done:]:
+            for iteration in load.iterations[count:]:
                 if progress:
                     progress(iteration.prefill_tokens + iteration.decode_tokens)
         else:
@@ -145,8 +145,8 @@ def policy_runs(
     request-level first."""
     rows: dict[str, PolicyRun] = {}
     base: PolicyRun | None = None
-    done = [name for name in policies if name in runs]
-    for name in sorted(done, key=lambda name: name != BASE):
+    names = [name for name in policies if name in runs]
+    for name in sorted(names, key=lambda name: name != BASE):
         run = runs[name]
         row = PolicyRun(
             run=run,

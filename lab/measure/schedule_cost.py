@@ -38,8 +38,8 @@ def loaded_scheduler(policy: str, running: int, waiting: int) -> Scheduler:
         prompt = [0] * PROMPT_LEN
         scheduler.add(Request(i, prompt, PROMPT_LEN, max_new_tokens=100))
     while request := scheduler.admit():
-        missing = pages.needed(PROMPT_LEN) - len(request.pages)  # some admit without memory
-        request.pages += pages.allocate(max(0, missing)) or []
+        new_pages = pages.needed(PROMPT_LEN) - len(request.pages)  # some admit without memory
+        request.pages += pages.allocate(max(0, new_pages)) or []
         request.num_computed = PROMPT_LEN
         pages.keep(request, start=0)
         request.tokens.append(0)  # it decodes

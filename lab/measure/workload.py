@@ -103,11 +103,11 @@ def sample_lengths(name: str, count: int, max_len: int, seed: int) -> list[tuple
     rng = make_rng(1, seed)
     p90_deviations = NormalDist().inv_cdf(0.9)  # standard deviations from the median to the p90
     pairs = np.empty((0, 2))
-    while missing := count - len(pairs):
-        deviations = rng.standard_normal((missing, 2)) / p90_deviations
+    while left := count - len(pairs):
+        deviations = rng.standard_normal((left, 2)) / p90_deviations
         candidates = np.rint(median * (p90 / median) ** deviations)
         fitting = candidates[candidates.sum(axis=1) <= limit]
-        pairs = np.concatenate([pairs, fitting])  # (count - missing, 2)
+        pairs = np.concatenate([pairs, fitting])  # (count - left, 2)
     prompt, output = np.rint(pairs * (min(max_len, limit) / limit)).T
     output = output.clip(1, max_len - 1)
     prompt = prompt.clip(1, max_len - output)  # both may have been rounded up
@@ -211,8 +211,8 @@ def _check_header(header: Sequence[str], columns: Mapping[str, FieldType]) -> No
     for name in columns:
         times = header.count(name)
         if times != 1:
-            given = f"column {name!r} is {times} times in the header {reprlib.repr(header)}"
-            raise ValueError(f"{given}: must have each of {', '.join(columns)} once")
+            counted = f"column {name!r} is {times} times in the header {reprlib.repr(header)}"
+            raise ValueError(f"{counted}: must have each of {', '.join(columns)} once")
 
 
 def parse_field(column: str, text: str, field: FieldType) -> float:
