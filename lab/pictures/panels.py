@@ -128,12 +128,14 @@ def _draw_panel(
     else:
         _draw_lines(axis, panel, colors, marks)
     if panel.form or bars:  # numbers go to the right
-        number_axis, x_axis = axis.xaxis, axis.yaxis
+        number_axis = axis.xaxis
+        x_axis = axis.yaxis
         draw_limit = axis.axvline
         categories = [textwrap.fill(label.get_text(), 18) for label in axis.get_yticklabels()]
         axis.set_yticks(axis.get_yticks(), categories)
     else:
-        number_axis, x_axis = axis.yaxis, axis.xaxis
+        number_axis = axis.yaxis
+        x_axis = axis.xaxis
         draw_limit = axis.axhline
     number_axis.set_label_text(panel.y)
     x_axis.set_label_text("" if panel.form == "steps" else panel.x)
