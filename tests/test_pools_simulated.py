@@ -81,7 +81,7 @@ def test_a_port_is_not_held_while_it_waits_for_the_next_layer():
     slow = ports.send(0, 2, first=1.0, last=100.0, layers=100, layer_s=0.25)
     fast = ports.send(1, 2, first=30.0, last=30.0, layers=1, layer_s=1.0)
     assert (slow, fast) == (100.25, 31.0)
-    assert ports.busy == {0: 25.0, 1: 1.0, 2: 26.0}
+    assert ports.free == {0: 26.0, 1: 31.0, 2: 31.0}
 
 
 @pytest.mark.parametrize("preset, tp", [("llama3-8b", 1), ("llama2-70b", 4)])

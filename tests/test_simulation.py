@@ -312,26 +312,6 @@ def alone(arrivals, pp=1, hop=0.0, seconds=lambda batch: 1.0, config=ALONE, **mo
     return simulate(Law(pp, hop, seconds), config, arrivals, **more)
 
 
-@pytest.mark.parametrize("start, hop", [(0.0, 0.0), (7.0, 0.0), (0.0, 0.25), (7.0, 0.25)])
-@in_all_shapes
-def test_equal_batches_fill_the_pipeline(pp, replicas, start, hop):
-    # each of the pp micro-batches has one request at a time: all of them are in flight, one second
-    # apart, and when the first leaves the last stage, the last has left the first stage
-    iteration = pp + (pp - 1) * hop
-    requests = 2 * 2 * pp
-    output = 5
-    arrivals = at_once(*[(3, output)] * requests, time=start)
-    result = alone(arrivals, pp, hop, replicas=replicas)
-    rounds = requests * output // pp // replicas  # each micro-batch makes one batch in each
-    assert result.batches == rounds * pp * replicas
-    assert result.run.seconds == start + rounds * iteration + pp - 1
-    stages = [(replica, stage) for replica in range(replicas) for stage in range(pp)]
-    assert result.busy == dict.fromkeys(stages, rounds * pp)
-    # once in each round but the first a stage waits, for what the hops took
-    assert sum(result.bubbles.values()) == replicas * (rounds - 1) * pp * (pp - 1) * hop
-    assert all(tbt == iteration for completion in result.run.completions for tbt in completion.tbt)
-
-
 def test_bubbles_are_of_three_kinds():
     # A and B have three tokens each. Seconds on each stage: prefills A 1, B 3; decodes a 2, 3,
     # b 1, 1
@@ -441,13 +421,6 @@ def test_bad_arguments_are_refused(changes, message):
         simulate(config=replace(CONFIG, **config), **others)
 
 
-REFUSED = [  # replicas, times of arrivals, who is refused
-    (1, (0.0, 0.5, 0.75, 0.875, 1.25, 1.5), [2, 3, 5]),  # 1 waits to 1, 4 from 1.25 on
-    (2, (0.0, 0.25, 0.5, 0.75, 1.125, 1.1875), [3, 5]),  # 2 waits to 1, 4 from 1.125 on
-    (2, (0.0, 0.0, 0.0), [1, 2]),  # nobody is taken before all that came at once have looked at it
-]
-
-
 def test_a_shared_prefix_costs_no_time_again_on_the_same_replica():
     """Prefixes of 9 tokens, two pages of 4; a token takes a second. The third is on the other."""
     config = replace(ALONE, page_size=4, prefix_caching=True)
@@ -484,11 +457,16 @@ def test_a_turn_that_is_refused_is_the_last_of_its_chat():
     assert run.completions[3].arrival == 2.0 and run.refused == 1
 
 
-@pytest.mark.parametrize("replicas, times, refused", REFUSED)
-def test_a_full_queue_refuses_requests(replicas, times, refused):
+@pytest.mark.parametrize(
+    "times, refused",
+    [
+        ((0.0, 0.25, 0.5, 0.75, 1.125, 1.1875), [3, 5]),  # 2 waits to 1, 4 from 1.125 on
+        ((0.0, 0.0, 0.0), [1, 2]),  # nobody is taken before all that came at once have looked
+    ],
+)
+def test_a_full_queue_refuses_requests_of_all_replicas(times, refused):
     arrivals = [Arrival(time, 1, 1) for time in times]
-    config = replace(ALONE, max_waiting=1)
-    run = alone(arrivals, config=config, replicas=replicas).run
+    run = alone(arrivals, config=replace(ALONE, max_waiting=1), replicas=2).run
     reasons = [completion.finish_reason for completion in run.completions]
     assert reasons == ["abort" if i in refused else "length" for i in range(len(times))]
     assert run.refused == len(refused) and not any(run.completions[i].token_times for i in refused)

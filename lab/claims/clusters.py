@@ -311,7 +311,9 @@ def s_f12(lab: CostLab) -> Finding:
     if lab.picture:
         from lab.pictures.pipelines import plot_bubbles  # matplotlib takes a second
 
-        plot_bubbles(all_requests, "S-F12: GPT-3 on 64 A100, 10,000 requests", lab.picture)
+        gains = ", ".join(f"{name} {gain}x" for name, gain in FIGURE_12_GAINS.items())
+        title = f"S-F12: GPT-3 on 64 A100, 10,000 requests\npublished: {gains}"
+        plot_bubbles(all_requests, title, lab.picture)
     return finding
 
 

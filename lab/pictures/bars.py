@@ -67,7 +67,10 @@ def heights_of(panels: Panels, columns: int = 1) -> list[float]:
 
 
 def draw_beside_published(
-    figure: FigureBase, panels: Panels, ours: str = "here", columns: int = 1
+    figure: FigureBase,
+    panels: Panels,
+    ours: str = "here",
+    columns: int = 1,
 ) -> None:
     """Draw the panels in so many columns. The legend calls our numbers `ours`; "": no legend."""
     heights = heights_of(panels, columns)
@@ -83,7 +86,12 @@ def draw_beside_published(
         axis.set_xlabel(quantity)
     if ours:
         handles = [Patch(color=style.OURS), Line2D([], [], **style.PUBLISHED)]
-        figure.legend(handles, [ours, "published"], ncols=2, **style.LEGEND_BELOW)
+        figure.legend(
+            handles,
+            [ours, "published"],
+            ncols=2,
+            **style.LEGEND_BELOW,
+        )
 
 
 def color_of(name: str) -> str:
@@ -119,7 +127,14 @@ def draw_bars(
                 axis.plot([y], [row], "o", **look)
             elif y is not None:
                 hatch = "////" if style.bound_of(y) else ""
-                axis.barh([row], [y], 0.9 * height, **look, hatch=hatch, edgecolor="white")
+                axis.barh(
+                    [row],
+                    [y],
+                    0.9 * height,
+                    **look,
+                    hatch=hatch,
+                    edgecolor="white",
+                )
             paper = published.get((name, x))
             if paper is not None:
                 texts.append(f"◇{style.short(paper, spec)}")

@@ -84,7 +84,7 @@ def plot_panels(
     if beside:
         heights.append(0.4 + sum(heights_of(beside)))
     figure = style.new_figure(0.7 + sum(heights))
-    parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    parts = style.parts_of(figure, heights)
     handles: dict[str, Any] = {}  # what stands for each name in the legend
     for number, panel in enumerate(panels):
         axis = parts[0].add_subplot(rows, min(COLUMNS, len(panels)), number + 1)
@@ -95,7 +95,12 @@ def plot_panels(
         handles |= dict(zip(labels, artists, strict=True))
     if any(marks):
         handles["published"] = Line2D([], [], **style.PUBLISHED)
-    parts[0].legend(handles.values(), handles, ncols=LEGEND_COLUMNS, **style.LEGEND_BELOW)
+    parts[0].legend(
+        handles.values(),
+        handles,
+        ncols=LEGEND_COLUMNS,
+        **style.LEGEND_BELOW,
+    )
     if beside:
         draw_beside_published(parts[1], beside)
     lines = textwrap.wrap(title, 100)
@@ -117,7 +122,11 @@ def _xs(panel: Panel) -> list[Any]:
 
 
 def _draw_panel(
-    axis: Axes, panel: Panel, colors: Mapping[str, str], marks: Sequence[Mark], bars: bool
+    axis: Axes,
+    panel: Panel,
+    colors: Mapping[str, str],
+    marks: Sequence[Mark],
+    bars: bool,
 ) -> None:
     """Draw one panel, as bars where its x are categories."""
     if panel.form:
@@ -128,12 +137,14 @@ def _draw_panel(
     else:
         _draw_lines(axis, panel, colors, marks)
     if panel.form or bars:  # numbers go to the right
-        number_axis, x_axis = axis.xaxis, axis.yaxis
+        number_axis = axis.xaxis
+        x_axis = axis.yaxis
         draw_limit = axis.axvline
         categories = [textwrap.fill(label.get_text(), 18) for label in axis.get_yticklabels()]
         axis.set_yticks(axis.get_yticks(), categories)
     else:
-        number_axis, x_axis = axis.yaxis, axis.xaxis
+        number_axis = axis.yaxis
+        x_axis = axis.xaxis
         draw_limit = axis.axhline
     number_axis.set_label_text(panel.y)
     x_axis.set_label_text("" if panel.form == "steps" else panel.x)
@@ -144,7 +155,12 @@ def _draw_panel(
         number_axis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 
-def _draw_lines(axis: Axes, panel: Panel, colors: Mapping[str, str], marks: Sequence[Mark]) -> None:
+def _draw_lines(
+    axis: Axes,
+    panel: Panel,
+    colors: Mapping[str, str],
+    marks: Sequence[Mark],
+) -> None:
     """Draw a line for each name, and arrows where a number is a bound."""
     for name, line in panel.lines.items():
         points = {x: y for x, y in line.items() if not panel.ticks or x <= panel.ticks[-1]}
@@ -153,7 +169,12 @@ def _draw_lines(axis: Axes, panel: Panel, colors: Mapping[str, str], marks: Sequ
         axis.plot(list(points), numbers, **look, label=name)
         for x, y in points.items():
             if y is not None and style.bound_of(y):
-                axis.plot([x], [y], **style.BOUND[style.bound_of(y)], color=colors[name])
+                axis.plot(
+                    [x],
+                    [y],
+                    **style.BOUND[style.bound_of(y)],
+                    color=colors[name],
+                )
     for mark in marks:
         look = style.published_marker(mark.y, colors[mark.line])
         axis.plot([mark.x], [mark.y], **look, zorder=5)
@@ -183,7 +204,13 @@ def _draw_lanes(axis: Axes, panel: Panel, colors: Mapping[str, str]) -> None:
                 look = {"color": "white", "edgecolor": shades, "lw": 1.6}
         axis.barh(row, lengths, 0.62, left=ends - lengths, **look)
         end = (lengths.sum(), row)
-        axis.annotate(text, end, (4, 0), textcoords="offset points", va="center")
+        axis.annotate(
+            text,
+            end,
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+        )
     axis.set_yticks(range(len(lanes)), [show(lane, ",") for lane in lanes])
     axis.invert_yaxis()
     axis.margins(x=0.15)

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from cli.tables import show
@@ -221,8 +221,16 @@ def new_figure(height: float) -> Figure:
     return Figure(figsize=(WIDTH, height), layout="constrained")
 
 
+def parts_of(figure: Figure, heights: Sequence[float]) -> list[SubFigure]:
+    """Parts of a picture, of these heights, one below another."""
+    return list(figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
+
+
 def finish(
-    figure: Figure, title: str, file: str | Path, machine: Mapping[str, object] | None = None
+    figure: Figure,
+    title: str,
+    file: str | Path,
+    machine: Mapping[str, object] | None = None,
 ) -> Figure:
     """Give a picture its title and the machine it was measured on, and write it to `file`.
 

@@ -154,7 +154,10 @@ def animate(terminals: Mapping[str, Terminal], file: str | Path) -> None:
 
 
 def draw_terminal(
-    policy: str, terminal: Terminal, clock: Clock, seconds: float
+    policy: str,
+    terminal: Terminal,
+    clock: Clock,
+    seconds: float,
 ) -> tuple[list[str], float]:
     """The elements of a terminal, and its height."""
     late = terminal.late
@@ -216,7 +219,12 @@ def draw_strip(terminal: Terminal, y: float, seconds: float) -> Iterator[str]:
     scale = (WIDTH - 2 * PADDING) / seconds
     limit_s = terminal.stall_limit_s()
 
-    def bar(name: str, lane: int, from_s: float, to_s: float) -> str:
+    def bar(
+        name: str,
+        lane: int,
+        from_s: float,
+        to_s: float,
+    ) -> str:
         x = PADDING + from_s * scale
         width = max(1.5, (to_s - from_s) * scale)
         top = y + lane * LANE
@@ -233,7 +241,13 @@ def draw_strip(terminal: Terminal, y: float, seconds: float) -> Iterator[str]:
     yield f'<rect class="cover" {cover} height="{(lane + 1) * LANE + 2}"/>'
 
 
-def text(x: float, y: float, content: str, name: str = "", anchor: str = "start") -> str:
+def text(
+    x: float,
+    y: float,
+    content: str,
+    name: str = "",
+    anchor: str = "start",
+) -> str:
     """A text that is as wide as its letters say, in any font."""
     length = f' textLength="{len(content) * LETTER:.1f}" lengthAdjust="spacingAndGlyphs"'
     if name == "head" or anchor == "end":

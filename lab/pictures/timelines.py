@@ -64,7 +64,12 @@ def plot_timelines(
     For each policy it shows the lanes of its requests, and the tokens of each iteration. A gap
     between tokens of more than `anchor_s`, the time of ten decode iterations, is red."""
     figure = style.new_figure(1.85 * len(runs) + 1.1)
-    axes = figure.subplots(2 * len(runs), 1, sharex=True, height_ratios=[2, 1] * len(runs))
+    axes = figure.subplots(
+        2 * len(runs),
+        1,
+        sharex=True,
+        height_ratios=[2, 1] * len(runs),
+    )
     legend = LANE_COLORS | BATCH_COLORS
     draw_runs(figure, axes, axes[::2], runs, anchor_s, "10 decode iterations", legend)
     for run, axis in zip(runs.values(), axes[1::2], strict=True):
@@ -81,7 +86,15 @@ def draw_batches(axis: Axes, iterations: Sequence[Iteration]) -> None:
     heights = [iteration.prefill_tokens + iteration.decode_tokens for iteration in iterations]
     colors = [style.batch_color(i.prefill_tokens, i.decode_tokens) for i in iterations]
     # without an edge a batch of few tokens cannot be seen
-    axis.bar(starts, heights, widths, align="edge", color=colors, edgecolor=colors, lw=0.8)
+    axis.bar(
+        starts,
+        heights,
+        widths,
+        align="edge",
+        color=colors,
+        edgecolor=colors,
+        lw=0.8,
+    )
     highest = max(heights, default=1)
     axis.set(ylim=(-0.02 * highest, 1.1 * highest), ylabel="tokens")
     axis.set_yticks([0, highest], ["0", f"{highest:,}"])
@@ -212,15 +225,26 @@ def plot_serving(
     of numbers, "ABCD": then all of their lanes is shown."""
     figure = style.new_figure(4.3 + 1.65 * len(runs))
     heights = [2.9, 1.4 + 1.65 * len(runs)]
-    top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)[:, 0]
+    top, bottom = style.parts_of(figure, heights)
     axes = top.subplots(1, 3, sharey=True)
     panels: dict[str, Axes] = dict(zip((TTFT, TBT, DELAY), axes, strict=True))
     for name, color in style.policy_colors(runs).items():
         for label, values in latencies_of(runs[name].completions).items():
             if values:  # the share of them that is longer than x
-                panels[label].ecdf(values, complementary=True, label=name, color=color)
+                panels[label].ecdf(
+                    values,
+                    complementary=True,
+                    label=name,
+                    color=color,
+                )
                 dots = np.percentile(values, [50, 99])
-                panels[label].plot(dots, [0.5, 0.01], "o", ms=4, color=color)
+                panels[label].plot(
+                    dots,
+                    [0.5, 0.01],
+                    "o",
+                    ms=4,
+                    color=color,
+                )
     for label, axis in panels.items():
         style.log_scale("x", axis)
         axis.set(xlabel=label, yscale="log", ylim=(5e-4, 1.3))
@@ -231,9 +255,15 @@ def plot_serving(
     first.set_yticks([0.001, 0.01, 0.1, 0.5, 1], ["0.1 %", "1 % (P99)", "10 %", "P50", "100 %"])
     first.set_yticks([], minor=True)
     handles, names = first.get_legend_handles_labels()
-    top.legend(handles, names, ncols=min(5, len(runs)), **style.LEGEND_BELOW)
+    top.legend(
+        handles,
+        names,
+        ncols=min(5, len(runs)),
+        **style.LEGEND_BELOW,
+    )
 
-    lanes = bottom.subplots(len(runs), 1, squeeze=False, sharex=True)[:, 0]
+    grid = bottom.subplots(len(runs), 1, squeeze=False, sharex=True)
+    lanes = list(grid[:, 0])
     window = None if letters else window_of_longest_gap(runs.values())
     draw_runs(bottom, lanes, lanes, runs, slo_s, "the SLO", LANE_COLORS, window)
     lanes[-1].set_xlabel("time in s" if letters else "time in s, around the longest gap")
@@ -271,7 +301,7 @@ def plot_capacity(
     curves_height = 3.1
     figure = style.new_figure(bars_height + curves_height)
     heights = [bars_height, curves_height]
-    top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)[:, 0]
+    top, bottom = style.parts_of(figure, heights)
     colors = style.policy_colors(results)
     names = [f"{name} (busy)" if result["busy"] else name for name, result in results.items()]
     color_of = dict(zip(names, colors.values(), strict=True))
@@ -296,7 +326,10 @@ def plot_capacity(
 
 
 def draw_against_rate(
-    axis: Axes, results: Mapping[str, Mapping], key: str, colors: Mapping[str, str]
+    axis: Axes,
+    results: Mapping[str, Mapping],
+    key: str,
+    colors: Mapping[str, str],
 ) -> None:
     """Draw a latency of the last run at each rate: a line where all was met, hollow dots else."""
     for name, result in results.items():

@@ -47,12 +47,11 @@ class KVLink(NamedTuple):
 
 class Ports:
     """The ports of all instances. A port sends or receives one layer at a time, those first that
-    are there first. `busy` counts the seconds of each."""
+    are there first."""
 
     def __init__(self) -> None:
         self.free: dict[int, float] = defaultdict(float)  # when it has done all that it was given
         self.ends: dict[int, float] = defaultdict(float)  # when the last layer is sent
-        self.busy: dict[int, float] = defaultdict(float)
 
     def send(
         self, source: int, target: int, *, first: float, last: float, layers: int, layer_s: float
@@ -62,7 +61,6 @@ class Ports:
         end = max(last, self.ends[source]) + layer_s
         for port in (source, target):
             self.free[port] = max(self.free[port], first) + layers * layer_s
-            self.busy[port] += layers * layer_s
             end = max(end, self.free[port])
         self.ends[source] = end
         return end
@@ -189,15 +187,14 @@ class PoolSimulation(Simulation):
         for transfer in self.two_pools.start_transfers():
             source = self._number(transfer.source)
             flight = self.flights.get(source)
+            layers = 1
+            first = last = self.now
+            landings = self.landings
             if flight and transfer.request in transfer.source.running:  # its prefill still runs
                 layers = self.kv_link.layers
                 first = max(self.now, flight.start + (flight.end - flight.start) / layers)
                 last = flight.end
-            else:
-                flight = None
-                layers = 1
-                first = self.now
-                last = self.now
+                landings = flight.landings
             end = self.ports.send(
                 source,
                 self._number(transfer.target),
@@ -207,10 +204,7 @@ class PoolSimulation(Simulation):
                 layer_s=self.kv_link.seconds(transfer.tokens, layers),
             )
             landing = Landing(end, next(self.turns), self.now, transfer)
-            if flight:
-                flight.landings.append(landing)
-            else:
-                heapq.heappush(self.landings, landing)
+            heapq.heappush(landings, landing)
 
     def _number(self, instance: Scheduler | None) -> int:
         """The number of an instance."""
@@ -247,8 +241,6 @@ def simulate_pools(
     **watching: Any,
 ) -> Simulated:
     """As simulation.simulate, with two pools; the Run has their transfers."""
-    if config.prefix_caching and prompts is None:
-        raise ValueError("prompts=None: prefix_caching needs their token ids")
     simulation = PoolSimulation(
         cost, config, pools, kv_link, cuts_prompts=cuts_prompts, record=record
     )
