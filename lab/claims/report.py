@@ -69,10 +69,11 @@ class Record:
         return "\n\n".join(part for part in parts if part)
 
     def headline(self, claim: Claim) -> tuple[str, list[str]]:
-        """What stands in summaries: the text of the first number, the paper's and ours, and the
-        verdict. If there is no number, the title of the claim."""
+        """What stands in summaries: the text of the first number that is compared, the paper's and
+        ours, and the verdict. If there is no such number, the title of the claim."""
         for number in self.finding.published:
-            return number.text, [number.paper_text, number.here_text, self.verdict]
+            if number.within is not None:
+                return number.text, [number.paper_text, number.here_text, self.verdict]
         return claim.title, ["-", "-", self.verdict]
 
     def to_json(self, claim: Claim) -> dict[str, Any]:
