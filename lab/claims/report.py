@@ -26,7 +26,6 @@ BEGIN = "<!-- made by bench.py paper -->"  # of the tables in results/README.md
 END = "<!-- until here -->"
 TITLE = "# What SARATHI (S), Sarathi-Serve (SS) and two posts (B, C) claim, and what shows here"
 NOT_MEASURED = "not measured"
-TRIED_AGAIN = ("too busy to tell", NOT_MEASURED)  # by the next run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +43,11 @@ class Record:
     def verdict(self) -> str:
         """Whether the claim shows here."""
         return NOT_MEASURED if self.error else self.finding.verdict(self.busy)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the next run need not try again."""
+        return self.verdict not in ("too busy to tell", NOT_MEASURED)
 
     @property
     def why(self) -> str:
