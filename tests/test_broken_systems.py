@@ -124,6 +124,30 @@ CHECKS_THAT_FAIL = [  # (claim, system, check)
     ("S-F3", "weights are read again for each row", "decode falls"),
     ("S-F7", "all rows but the first cost nothing", "1.5 < linear layers, at the end"),
     ("SS-T4", "nothing is chunked", "1.5 < hybrid-only / sarathi-serve:128"),
+    ("S-F9b", "all rows but the first cost nothing", "0.98 < sarathi:256"),
+    ("S-F9b", "all rows but the first cost nothing", "1 < sarathi:256"),
+    ("S-F11b", "the CPU takes 20 ms", "orca-best < 1.02 * sarathi"),
+    ("S-F11b", "weights are read again for each row", "sarathi:128 < orca-best"),
+    ("S-F13c", "nothing is chunked", "1 < 256 over 64"),
+    ("S-F13c", "weights are read again for each row", "1.02 < 256 over the baseline"),
+    (
+        "S-F10b",
+        "decodes ride in batches of their own",
+        "chunks of 512 < chunks of 256, at the start",
+    ),
+    ("S-F10b", "decodes ride in batches of their own", "1.02 < chunks of 512"),
+    ("SS-F9b", "a decode reads one key", "context 2,048 falls"),
+    (
+        "SS-F9b",
+        "attention is ten times slower in hybrid batches",
+        "context 2,048 < 1.05 * context 512, at the end",
+    ),
+    ("B-3", "no key is kept: decodes compute all again", "here rises"),
+    ("B-3", "weights are read again for each row", "here < 4.9"),
+    ("C-1", "riding decodes read no keys", "0.5 < attention < 2, at the end"),
+    ("C-1", "decodes ride in batches of their own", "linear < 0.8"),
+    ("SS-4.3", "riding decodes read no keys", "iteration rises"),
+    ("SS-4.3", "no key is kept: decodes compute all again", "2 * strict chunk < relaxed chunk"),
 ]
 
 

@@ -17,7 +17,7 @@ claim.py, phases.py."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import (
     Any,
     Concatenate,
@@ -287,27 +287,25 @@ class Lab:
         base = self.server(max_len).base
         context = base.context
         time_cases = self.case_timer(decodes, context, max_budget)
-        timed: dict[Case, Profiled] = {}  # the searches begin with the same batches
-
-        runner: Any = None  # which `time_once` does not use
-
-        def time_once(_: Any, cases: Sequence[Case]) -> list[Profiled]:
-            new_cases = [case for case in cases if case not in timed]
-            if new_cases:
-                timed.update(zip(new_cases, time_cases(new_cases), strict=True))
-            return [timed[case] for case in cases]
-
+        time_one = cache(lambda case: time_cases([case])[0])  # searches begin with the same batches
+        runner: Any = None  # which is not used
         slos_s = {slo: slo_seconds(slo, base) for slo in slos}
         budgets: dict[str, Bounded] = {}
+        timed: dict[Profiled, None] = {}
         for slo, slo_s in slos_s.items():
-            budget, _ = choose_budget(
-                runner, slo_s, decodes, [context], tile, max_budget, time_once
+            budget, profile = choose_budget(
+                runner,
+                slo_s,
+                decodes,
+                [context],
+                tile,
+                max_budget,
+                lambda _, cases: list(map(time_one, cases)),
             )
-            is_limited = budget + tile > max_budget
-            budgets[slo] = Bounded(budget, "at least" if is_limited else "")
-        profile = list(timed.values())
-        busy = self.base_busy(max_len) or any(row.spread > timing.BUSY for row in profile)
-        return TokenBudgets(slos_s, budgets, profile, busy)
+            budgets[slo] = Bounded(budget, "at least" if budget + tile > max_budget else "")
+            timed |= dict.fromkeys(profile)
+        busy = self.base_busy(max_len) or any(row.spread > timing.BUSY for row in timed)
+        return TokenBudgets(slos_s, budgets, list(timed), busy)
 
     def case_timer(self, decodes: int, context: int, max_budget: int) -> TimeCases:
         """What times batches of up to `max_budget` tokens, so many of them decodes at a context."""

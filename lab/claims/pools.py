@@ -80,13 +80,6 @@ def check_findings(
 ) -> list[Finding]:
     """What DistServe and Splitwise found, with the numbers here."""
     vllm, chunks, pools = figure_1.values()
-    strict, loose = (targets[describe(Targets(ttft_s, 0.03))] for ttft_s in (strict_ttft_s, 4))
-    tight, wide = (targets[describe(Targets(1, tbt_s))] for tbt_s in (0.02, 0.1))
-    splits = [row.best_split for row in ratios.values()]
-    shares = [_prefill_share(split) for split in splits]
-    small, *_, large = sizes.values()
-    infiniband = links["infiniband"]
-    slow = links["ethernet-25g"]
     return [
         Finding(
             "DistServe §1, Figure 1: 2 prefill and 1 decode over one GPU, per GPU",
@@ -95,41 +88,59 @@ def check_findings(
             f"{_times(pools, chunks)} chunks",
             pools > vllm > 0,
         ),
-        Finding(
+        _find_gains(
             "DistServe §2.3: chunks trade TTFT for TBT: pools over chunks, TTFT 0.5 s / 4 s",
-            "more if strict",
-            f"{show_gain(strict)} / {show_gain(loose)}",
-            _gain(strict) > _gain(loose),
+            *(targets[describe(Targets(ttft_s, 0.03))] for ttft_s in (strict_ttft_s, 4)),
         ),
-        Finding(
+        _find_gains(
             "DistServe §2.3: chunks do not remove interference: TBT 20 ms / 100 ms",
-            "more if strict",
-            f"{show_gain(tight)} / {show_gain(wide)}",
-            _gain(tight) > _gain(wide),
+            *(targets[describe(Targets(1, tbt_s))] for tbt_s in (0.02, 0.1)),
         ),
+        *_find_delays(links["infiniband"], links["ethernet-25g"]),
+        *_find_splits(ratios, sizes),
+    ]
+
+
+def _find_gains(text: str, strict: Row, loose: Row) -> Finding:
+    """Whether pools gain more under strict targets."""
+    here = f"{show_gain(strict)} / {show_gain(loose)}"
+    return Finding(text, "more if strict", here, _gain(strict) > _gain(loose))
+
+
+def _find_delays(infiniband: LinkRow, slow: LinkRow) -> list[Finding]:
+    """By how much the second token comes later over two links."""
+    return [
         Finding(
             "Splitwise §VI-A: the second token comes later, sent at the end / layer by layer",
             "+64 % / +16.5 %",
-            f"+{_later(infiniband.at_end_s, infiniband)} / "
-            f"+{_later(infiniband.layer_wise_s, infiniband)}",
+            _later(infiniband),
             infiniband.at_end_s > infiniband.layer_wise_s,
         ),
         Finding(
             "DistServe §3.3, §4.2: a slow link needs a placement that avoids it: 25 Gb/s",
             "-",
-            f"+{_later(slow.at_end_s, slow)} / +{_later(slow.layer_wise_s, slow)}",
+            _later(slow),
             slow.layer_wise_s > infiniband.layer_wise_s,
         ),
+    ]
+
+
+def _find_splits(ratios: Mapping[str, Row], sizes: Mapping[str, Row]) -> list[Finding]:
+    """Which split is best for longer outputs, and what more GPUs change."""
+    splits = {name: row.best_split for name, row in ratios.items()}
+    shares = [_prefill_share(split) for split in splits.values()]
+    small, *_, large = sizes.values()
+    return [
         Finding(
             "DistServe §3, Splitwise §IV-D: longer outputs want more GPUs that decode",
             "-",
-            ", ".join(f"{name}: {split}" for name, split in zip(ratios, splits, strict=True)),
+            ", ".join(f"{name}: {split}" for name, split in splits.items()),
             shares == sorted(shares, reverse=True),
         ),
         Finding(
             f"DistServe §7: few GPUs favour chunks: pools over chunks, {', '.join(sizes)}",
             "-",
-            " / ".join(show_gain(row) for row in sizes.values()),
+            " / ".join(map(show_gain, sizes.values())),
             _gain(small) < _gain(large),
         ),
     ]
@@ -157,9 +168,10 @@ def show_gain(row: Row) -> str:
     return f"{row.gain:.2f}x"
 
 
-def _later(second_s: float, row: LinkRow) -> str:
-    """By how much the second token comes later than without a link."""
-    return f"{second_s / row.alone_s - 1:.0%}"
+def _later(row: LinkRow) -> str:
+    """By how much the second token comes later than without a link, at the end / layer by layer."""
+    at_end, layer_wise = (s / row.alone_s - 1 for s in (row.at_end_s, row.layer_wise_s))
+    return f"+{at_end:.0%} / +{layer_wise:.0%}"
 
 
 def _times(a: float, b: float) -> str:

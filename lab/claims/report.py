@@ -26,7 +26,6 @@ BEGIN = "<!-- made by bench.py paper -->"  # of the tables in results/README.md
 END = "<!-- until here -->"
 TITLE = "# What SARATHI (S), Sarathi-Serve (SS) and two posts (B, C) claim, and what shows here"
 NOT_MEASURED = "not measured"
-TRIED_AGAIN = ("too busy to tell", NOT_MEASURED)  # by the next run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +43,11 @@ class Record:
     def verdict(self) -> str:
         """Whether the claim shows here."""
         return NOT_MEASURED if self.error else self.finding.verdict(self.busy)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the next run need not try again."""
+        return self.verdict not in ("too busy to tell", NOT_MEASURED)
 
     @property
     def why(self) -> str:
@@ -69,10 +73,11 @@ class Record:
         return "\n\n".join(part for part in parts if part)
 
     def headline(self, claim: Claim) -> tuple[str, list[str]]:
-        """What stands in summaries: the text of the first number, the paper's and ours, and the
-        verdict. If there is no number, the title of the claim."""
+        """What stands in summaries: the text of the first number that is compared, the paper's and
+        ours, and the verdict. If there is no such number, the title of the claim."""
         for number in self.finding.published:
-            return number.text, [number.paper_text, number.here_text, self.verdict]
+            if number.within is not None:
+                return number.text, [number.paper_text, number.here_text, self.verdict]
         return claim.title, ["-", "-", self.verdict]
 
     def to_json(self, claim: Claim) -> dict[str, Any]:

@@ -174,28 +174,21 @@ def folder_of(device: str, threads: int, dtype: str | None = None) -> str:
 def print_list(options: PaperOptions, results: report.Results) -> None:
     """Say what the claims are, how long each takes, and which are done."""
     for claim in options.claims:
+        words = [f"{claim.seconds_of(options.quick)} s"]
         record = results.get(claim.id)
-        is_done = record is not None and record.verdict not in report.TRIED_AGAIN
-        status = ""
-        if record is not None and is_done:
-            status = ", ".join(["", "done", *filter(None, [age(record.provenance)])])
-        print(f"{claim.name} ({claim.seconds_of(options.quick)} s{status})\n    {claim.sentence}")
+        if record and record.is_done:
+            words += ["done", age(record.provenance)]
+        print(f"{claim.name} ({', '.join(filter(None, words))})\n    {claim.sentence}")
 
 
 def claims_to_measure(
     options: PaperOptions, results: report.Results, conditions: dict[str, Any]
 ) -> Sequence[Claim]:
     """The claims that are not done under these conditions. A full run is good for a quick one."""
-    if options.fresh:
-        return options.claims
     good_conditions = (conditions, conditions | {"quick": False})
-    return [
-        claim for claim in options.claims if not is_done(results.get(claim.id), good_conditions)
-    ]
-
-
-def is_done(record: report.Record | None, good_conditions: Sequence[dict[str, Any]]) -> bool:
-    """Whether a claim was measured under one of these conditions, with a verdict."""
-    if record is None or record.options not in good_conditions:
-        return False
-    return record.verdict not in report.TRIED_AGAIN
+    done = {
+        claim_id
+        for claim_id, record in results.items()
+        if record.is_done and record.options in good_conditions
+    }
+    return [claim for claim in options.claims if options.fresh or claim.id not in done]
