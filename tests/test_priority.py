@@ -218,6 +218,7 @@ BEGUN = [  # classes of prefills that have begun, class and cached tokens of a n
     ((HIGH,), LOW, 2000, [1, 2]),  # it waits for one that is more urgent
     ((LOW, HIGH), NORMAL, 2000, [1, 4]),  # also if that is not the first that has begun
     ((LOW,), REALTIME, 16, [1, 3, 2]),  # the others start later
+    ((LOW,), REALTIME, 2000, [1, 2]),  # without room for it
 ]
 
 
@@ -226,40 +227,22 @@ def test_the_budget_is_for_the_latest_start_of_all_that_may_run(
     begun, priority, cached_tokens, batch
 ):
     sim = simulation(shares=True, max_len=20_000)
-    cached = list(range(cached_tokens))
-    sim.run([Request(0, [*cached, *range(10)], cached_tokens + 10, 1)])
+    prompt = [*range(cached_tokens), *range(10)]  # all but the end is cached
+    sim.run([Request(0, prompt, len(prompt), 1)])
     sim.add(request(1, NORMAL, 10, 500, arrival=sim.now, tbt_slo=0.2))
     sim.step()
-    prefills = []
-    for number, prefill_class in zip((2, 4), begun, strict=False):
-        prefills.append(request(number, prefill_class, 600, 1, arrival=sim.now))
-        sim.add(prefills[-1])
+    prefills = [request(n, c, 600, 1, sim.now) for n, c in zip((2, 4), begun, strict=False)]
+    for prefill in prefills:
+        sim.add(prefill)
         sim.step()
     starts = [prefill.num_computed for prefill in prefills]
     assert min(starts) > 16 and max(starts) < 600
-    fresh = [*cached, *range(10)]
-    sim.add(Request(3, fresh, len(fresh), 1, sim.now, service=Service(priority)))
-    assert step(sim) == batch
-    is_first = batch[1] == 3
-    assert sim.scheduler.max_start == max([*starts, cached_tokens * is_first])
-
-
-def test_a_cached_request_without_room_leaves_the_budget_of_others():
-    sim = simulation(shares=True, max_len=2048, pages=256)
-    cached = list(range(2000))
-    sim.run([Request(0, [*cached, *range(10)], 2010, 1)])
-    sim.add(request(1, NORMAL, 10, 500, arrival=sim.now, tbt_slo=0.2))
-    sim.step()
-    begun = request(2, LOW, 1900, 1, arrival=sim.now)
-    sim.add(begun)
-    sim.step()
-    start = begun.num_computed
-    taken = sim.scheduler.pages.allocate(sim.scheduler.pages.num_free - 120)
-    assert taken and start < 1000
-    sim.add(Request(3, [*cached, *range(10)], 2010, 1, sim.now, service=Service(REALTIME)))
-    assert sim.scheduler.cached_tokens_of_head() > start
-    sim.scheduler.next_batch()
-    assert sim.scheduler.max_start == start
+    if priority == REALTIME and batch == [1, 2]:
+        assert sim.scheduler.pages.allocate(sim.scheduler.pages.num_free - 120)
+    sim.add(Request(3, list(prompt), len(prompt), 1, sim.now, service=Service(priority)))
+    assert sim.scheduler.cached_tokens_of_head() >= 16
+    assert ids(chunk.request for chunk in sim.scheduler.next_batch()) == batch
+    assert sim.scheduler.max_start == max([*starts, cached_tokens * (batch[1] == 3)])
 
 
 def test_a_long_prompt_ends_in_bounded_time_under_a_stream_of_short_ones():
