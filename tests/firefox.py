@@ -63,12 +63,13 @@ class Connection:
 
 
 class Tab:
-    """A tab in a window of its own, which has the focus. It is its own keyboard."""
+    """A tab in a window with the focus and a storage of its own. It is its own keyboard."""
 
     def __init__(self, connection, viewport, **_):
         self.connection = connection
         self.keyboard = self
-        self.id = connection.command("browsingContext.create", type="window")["context"]
+        user = connection.command("browser.createUserContext")
+        self.id = connection.command("browsingContext.create", type="window", **user)["context"]
         self.command("browsingContext.setViewport", viewport=viewport)
 
     def command(self, method, **params):

@@ -31,6 +31,12 @@ SCHEDULE = "    def schedule(self):\n        "
 BUDGET = "    def token_budget(self, decodes, prefills):\n        return "
 
 
+@pytest.fixture
+def tab(any_browser, site_address):
+    with opened(any_browser, site_address) as tab:
+        yield tab
+
+
 def test_a_site_is_small_and_the_workflow_publishes_it(site_folder):
     workflow = (ROOT / ".github/workflows/pages.yml").read_text()
     assert "run: python bench.py explore --site site\n" in workflow and "path: site\n" in workflow
@@ -40,16 +46,15 @@ def test_a_site_is_small_and_the_workflow_publishes_it(site_folder):
     assert all(10e3 < file.stat().st_size <= 600e3 for file in presets)
 
 
-def test_every_load_is_fetched_once_when_it_is_chosen(any_browser, site_address):
+def test_every_load_is_fetched_once_when_it_is_chosen(tab, site_address):
     files = "performance.getEntriesByType('resource').map(({name}) => name)"
-    with opened(any_browser, site_address) as tab:
-        assert tab.evaluate(files) == []
-        loads = tab.evaluate("data.choices.load")
-        assert len(loads) == 9
-        for load in [*loads, *loads]:
-            choose(tab, "load", load)
-            assert tab.evaluate("focused.run.iterations.length") >= 40
-        fetched = [file.removeprefix(site_address) for file in tab.evaluate(files)]
+    assert tab.evaluate(files) == []
+    loads = tab.evaluate("data.choices.load")
+    assert len(loads) == 9
+    for load in [*loads, *loads]:
+        choose(tab, "load", load)
+        assert tab.evaluate("focused.run.iterations.length") >= 40
+    fetched = [file.removeprefix(site_address) for file in tab.evaluate(files)]
     assert len(fetched) == 8 == len(set(fetched))
     assert all(re.fullmatch(r"runs/[a-z-]+\.json\.gz", file) for file in fetched)
 
@@ -111,82 +116,78 @@ def test_why_python_does_not_load_is_one_plain_sentence(browser, site_address, h
 
 
 @needs_pyodide
-def test_a_policy_of_ones_own_is_shown_beside_any_other(browser, site_address):
-    with opened(browser, site_address) as tab:
-        line = run_source(tab, MINE + BUDGET + "128\n")
-        assert shown_runs(tab) == ["vllm | * | A to D", "Mine (yours) | 256 | A to D"]
-        later = (
-            "no rule is broken. At load A to D, against sarathi-serve, chunk 256: "
-            r"request D has its first token [\d.]+ ms later; "
-            r"the longest gap is 12.4 ms \(20.5 ms\); nobody stalls\."
-        )
-        assert re.search(later, line)
-        line = run_source(tab, MINE + "    pass\n")
-        loads = "load A to D, at one long among short, at tight memory it changes nothing."
-        assert line.endswith(f"no rule is broken. At {loads}")
-        tab.click("#choices button[data-label='sarathi-serve']")
-        for load in ("pipeline bubbles", "shared prefixes", "tight memory"):
-            choose(tab, "load", load)  # it is run there, too
-            tab.wait_for_function(f"panes[1]?.run.name.endsWith('{load}')")
-            metrics = tab.evaluate("panes.map(pane => pane.run.metrics())")
-            assert len(metrics) == 2 and metrics[0] == metrics[1]
-        choose(tab, "chunk", "512")
-        assert shown_runs(tab)[1] == "Mine (yours) | 512 | tight memory"
-        tab.wait_for_function("$('policytable').rows.length === 10")
-        run_source(tab, MINE + BUDGET + "64\n")
-        assert tab.evaluate("panes[1].run.iterations[5].budget") == 64
+def test_a_policy_of_ones_own_is_shown_beside_any_other(tab):
+    line = run_source(tab, MINE + BUDGET + "128\n")
+    assert shown_runs(tab) == ["vllm | * | A to D", "Mine (yours) | 256 | A to D"]
+    later = (
+        "no rule is broken. At load A to D, against sarathi-serve, chunk 256: "
+        r"request D has its first token [\d.]+ ms later; "
+        r"the longest gap is 12.4 ms \(20.5 ms\); nobody stalls\."
+    )
+    assert re.search(later, line)
+    line = run_source(tab, MINE + "    pass\n")
+    loads = "load A to D, at one long among short, at tight memory it changes nothing."
+    assert line.endswith(f"no rule is broken. At {loads}")
+    tab.click("#choices button[data-label='sarathi-serve']")
+    for load in ("pipeline bubbles", "shared prefixes", "tight memory"):
+        choose(tab, "load", load)  # it is run there, too
+        tab.wait_for_function(f"panes[1]?.run.name.endsWith('{load}')")
+        metrics = tab.evaluate("panes.map(pane => pane.run.metrics())")
+        assert len(metrics) == 2 and metrics[0] == metrics[1]
+    choose(tab, "chunk", "512")
+    assert shown_runs(tab)[1] == "Mine (yours) | 512 | tight memory"
+    tab.wait_for_function("$('policytable').rows.length === 10")
+    run_source(tab, MINE + BUDGET + "64\n")
+    assert tab.evaluate("panes[1].run.iterations[5].budget") == 64
 
 
 @needs_pyodide
-def test_a_policy_that_changes_nothing_here_is_told_where_it_does(browser, site_address):
-    with opened(browser, site_address) as tab:
-        line = run_source(tab)  # the template
-        tab.click("#seerun")
-        tab.wait_for_function("panes[1]?.run.name === 'ShortestFirst (yours) | 256 | tight memory'")
+def test_a_policy_that_changes_nothing_here_is_told_where_it_does(tab):
+    line = run_source(tab)  # the template
+    tab.click("#seerun")
+    tab.wait_for_function("panes[1]?.run.name === 'ShortestFirst (yours) | 256 | tight memory'")
     nothing = "At load A to D, at one long among short it changes nothing."
     assert f"no rule is broken. {nothing} At load tight memory, against sarathi-serve" in line
 
 
 @needs_pyodide
-def test_what_is_wrong_with_a_policy_is_one_line(any_browser, site_address):
-    with opened(any_browser, site_address) as tab:
-        line = run_source(tab, MINE + SCHEDULE + "return self.nothing\n")
-        assert line.startswith("my_policy.py line 4: AttributeError")
-        assert texts(tab, "#linenumbers .marked") == ["4"]
-        endless = MINE + SCHEDULE + "while True: pass\n"
-        assert run_source(tab, endless) == "stopped after 10 s: a loop without an end?"
-        assert len(shown_runs(tab)) == 2  # what was there
-        tab.click("#runsource")
-        tab.wait_for_function("$('result').textContent.startsWith('Running')")
-        tab.click("#stoprun")
-        tab.wait_for_function(SOURCE_HAS_RUN)
-        assert tab.text_content("#result") == "stopped"
-        lost = "    def admit(self):\n        return self.waiting and self.waiting.popleft()\n"
-        line = run_source(tab, MINE + lost)
-        assert line.startswith("the rule 'nothing lost' is broken") and "\n" not in line
-        assert texts(tab, "#linenumbers .marked") == []
-        printing = MINE + SCHEDULE + "print('here')\n        return super().schedule()\n"
-        assert "no rule is broken" in run_source(tab, printing)
-        assert tab.text_content("#resultdetails").startswith("printed:\nhere\nhere")
+def test_what_is_wrong_with_a_policy_is_one_line(tab):
+    line = run_source(tab, MINE + SCHEDULE + "return self.nothing\n")
+    assert line.startswith("my_policy.py line 4: AttributeError")
+    assert texts(tab, "#linenumbers .marked") == ["4"]
+    endless = MINE + SCHEDULE + "while True: pass\n"
+    assert run_source(tab, endless) == "stopped after 10 s: a loop without an end?"
+    assert len(shown_runs(tab)) == 2  # what was there
+    tab.click("#runsource")
+    tab.wait_for_function("$('result').textContent.startsWith('Running')")
+    tab.click("#stoprun")
+    tab.wait_for_function(SOURCE_HAS_RUN)
+    assert tab.text_content("#result") == "stopped"
+    lost = "    def admit(self):\n        return self.waiting and self.waiting.popleft()\n"
+    line = run_source(tab, MINE + lost)
+    assert line.startswith("the rule 'nothing lost' is broken") and "\n" not in line
+    assert texts(tab, "#linenumbers .marked") == []
+    printing = MINE + SCHEDULE + "print('here')\n        return super().schedule()\n"
+    assert "no rule is broken" in run_source(tab, printing)
+    assert tab.text_content("#resultdetails").startswith("printed:\nhere\nhere")
 
 
 @needs_pyodide
-def test_an_exercise_is_solved_in_the_page(any_browser, site_address):
+def test_an_exercise_is_solved_in_the_page(tab):
     exercise = EXERCISES[5]
-    with opened(any_browser, site_address) as tab:
-        tab.select_option("#startwith", "6")
-        tab.wait_for_function("$('source').value.includes('Exercise 6')")
-        assert tab.evaluate("$('source').value") == exercise.file.read_text()
-        assert "not written yet" in run_source(tab)
-        wrong = SOLUTIONS[6].replace("batch.add_decodes(", "len(")
-        assert "A running decode never waits" in run_source(tab, IMPORTS + wrong)
-        assert "| reference" in tab.text_content("#resultdetails")
-        position = "$('exercisepage').contentDocument.querySelector('#position').textContent"
-        tab.wait_for_function(f"{position}.startsWith('iteration 1 of')")
-        line = run_source(tab, IMPORTS + SOLUTIONS[6])
-        assert line == f"Exercise 6, {exercise.title}: it holds."
-        assert "The answer: 2 iterations" in tab.text_content("#resultdetails")
-        assert tab.evaluate("$('hints').children.length") == 2
+    tab.select_option("#startwith", "6")
+    tab.wait_for_function("$('source').value.includes('Exercise 6')")
+    assert tab.evaluate("$('source').value") == exercise.file.read_text()
+    assert "not written yet" in run_source(tab)
+    wrong = SOLUTIONS[6].replace("batch.add_decodes(", "len(")
+    assert "A running decode never waits" in run_source(tab, IMPORTS + wrong)
+    assert "| reference" in tab.text_content("#resultdetails")
+    position = "$('exercisepage').contentDocument.querySelector('#position').textContent"
+    tab.wait_for_function(f"{position}.startsWith('iteration 1 of')")
+    line = run_source(tab, IMPORTS + SOLUTIONS[6])
+    assert line == f"Exercise 6, {exercise.title}: it holds."
+    assert "The answer: 2 iterations" in tab.text_content("#resultdetails")
+    assert tab.evaluate("$('hints').children.length") == 2
 
 
 @needs_pyodide
