@@ -19,8 +19,8 @@ import os
 import re
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -275,19 +275,6 @@ def write_json(options: Any, report: Mapping[str, object]) -> None:
     if options.json:
         record = {"options": options_json(options), **report}
         write_text(options.json, json.dumps(record, indent=2, default=plain))
-
-
-@contextmanager
-def keeping(options: Any, report: Mapping[str, object]) -> Iterator[None]:
-    """Write the report at the end of this block, as write_json does; also if an interrupt or an
-    error ends it, with all that was added to the report until then, if anything was."""
-    before = len(report)
-    try:
-        yield
-    finally:
-        if len(report) > before:
-            write_json(options, report)
-            wrote(options.json)
 
 
 def write_text(file: str | os.PathLike[str], text: str) -> None:

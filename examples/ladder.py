@@ -10,10 +10,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import bench
 from cli.console import run
+from cli.options import OptionParser
 from cli.tables import Cell, format_table
 from config import EngineConfig
+from lab.commands import serve_options
 from lab.commands.serve import make_machine, make_workload
 from lab.commands.serve_options import ServeOptions
 from lab.measure import capacity
@@ -139,8 +140,12 @@ def changes(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[st
 
 def parse_args(argv: Sequence[str]) -> ServeOptions:
     """The options of `bench.py serve`."""
-    _, options = bench.parse_args(["serve", *argv])
-    return options
+    parser = OptionParser(
+        prog="python -m examples.ladder", description=str(__doc__).partition("\n\n")[0]
+    )
+    parser.set_defaults(command="serve")
+    serve_options.add_options(parser)
+    return serve_options.resolve(parser, parser.parse_args(argv))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -24,6 +24,7 @@ import sample
 from cli import console, options
 from cli.loading import load_model, resolve_model
 from examples import server_overhead
+from lab.commands.frame import reporting
 from policies import find_policy, make_scheduler
 from runtime.memory import check_memory, free_bytes
 from tests.test_bench import HERE, TINY_MODEL, parse_model
@@ -208,13 +209,14 @@ def test_a_report_is_kept_when_a_run_is_broken_off_if_there_is_any(tmp_path, cap
     choice = SimpleNamespace(json=str(tmp_path / "report.json"), chunk=8)
     report = {"machine": "this"}
     for results, files in ((0, []), (1, ["report.json"])):
-        with pytest.raises(KeyboardInterrupt), options.keeping(choice, report):
+        with pytest.raises(KeyboardInterrupt), reporting(choice, report):
             report |= {str(i): i for i in range(results)}
             raise KeyboardInterrupt
         assert os.listdir(tmp_path) == files
     written = json.loads((tmp_path / "report.json").read_text())
     assert written == {"options": vars(choice), "machine": "this", "0": 0}
-    assert capsys.readouterr().out == f"wrote {choice.json}\n"
+    told = "\ninterrupted: what was measured until then is kept\n"
+    assert capsys.readouterr().out == f"{told}{told}wrote {choice.json}\n"
 
 
 def test_memory_is_asked_for_before_it_is_taken(monkeypatch):

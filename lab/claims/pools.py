@@ -3,8 +3,7 @@
 Read first: policies/pools.py. Read next: lab/commands/pools.py, which simulates the numbers."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from lab.simulator.goodput import Targets
 from policies.pools import Pools
@@ -39,10 +38,6 @@ class Row:
         if self.chunks == self.best_pools:
             return "equal" if self.chunks else "none"
         return "chunks" if self.chunks > self.best_pools else f"pools {self.best_split}"
-
-    def to_json(self) -> dict[str, Any]:
-        """All numbers."""
-        return {**asdict(self), "gain": self.gain, "winner": self.winner}
 
 
 @dataclass(frozen=True)
