@@ -289,7 +289,7 @@ def receive_until(connection, end):
     return answer
 
 
-def test_headers_of_many_requests_may_be_longer_than_64_kib_and_begin_behind_a_body():
+def test_headers_may_be_longer_in_sum_and_begin_behind_a_body():
     _, body = http_post().split(b"\r\n\r\n")
     with serving(step_s=0.01) as served, served.connect() as connection:
         for _ in range(20):
