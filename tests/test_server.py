@@ -197,6 +197,21 @@ def test_what_is_written_is_certain_and_ends_before_a_stop_string(pieces, stops)
     assert reason == ("stop" if ends else "length")
 
 
+def test_long_stop_strings_hold_nobody_up():
+    held_texts = []
+
+    class Counted(str):
+        def startswith(self, held):
+            held_texts.append(held)
+            return str.startswith(self, held)
+
+    stream = SimpleNamespace(push=lambda token: "q", flush=lambda: "")
+    writer = Writer(stream, [Counted("q" * 10_000 + "!")])
+    for i in range(5):
+        assert writer.push(Event(0, i, None, None, None)) == ("", None)
+    assert 5 <= len(held_texts) <= 15  # no longer than the text that is held
+
+
 @streamed
 def test_usage_counts_cached_tokens_but_not_those_of_a_preempted_self(stream):
     cached_tokens = {"a" * 40: 0, "a" * 39: 32, "a" * 33: 32, "a" * 32: 16, "b" + "a" * 31: 0}

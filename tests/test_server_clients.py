@@ -1,5 +1,6 @@
 """server/: what one client sends, or leaves out, does not hurt the others."""
 
+import asyncio
 import json
 import signal
 import socket
@@ -12,10 +13,12 @@ from types import SimpleNamespace
 import pytest
 
 from pretrained.tokenizers import Tokenizer, load_tokenizer
+from request import Event
 from server import checks, connections, protocol
 from server.__main__ import parse_args, url_of
 from server.app import encode_prompts
 from server.protocol import ApiError, ChatRequest, CompletionRequest
+from server.responses import CompletionResponse
 from tests import forked
 from tests.helpers import with_slow
 from tests.servers import (
@@ -393,6 +396,30 @@ def test_what_the_end_cuts_off_gets_an_error(capfd):
             assert (error["message"], error["type"]) == ("the server ends", "server_error")
     wait_for(lambda: idle(served.engine))
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_is_complete_is_not_cut_off(stream):
+    async def late_messages():
+        events = asyncio.Queue()
+        for finish_reason in (None, "length"):
+            events.put_nowait(Event(0, 1, None, finish_reason, None))
+        thread = SimpleNamespace(executor=SimpleNamespace(submit=lambda *_: None), end=None)
+        request = SimpleNamespace(id=0, tokens=[0], prompt_len=1, cached_tokens=0, preemptions=0)
+        body = CompletionRequest(prompt="a", stream=stream)
+        response = CompletionResponse(thread, letters, "tiny", body, [request], events)
+        messages = []
+
+        async def send(message):
+            messages.append(message)
+
+        await response({"type": "http"}, asyncio.Event().wait, send)
+        count = len(messages)
+        assert messages[-1]["more_body"] is False
+        await response.cut_off({"type": "http"}, asyncio.Event().wait, send)
+        return messages[count:]
+
+    assert asyncio.run(late_messages()) == []
 
 
 STUCK = """
