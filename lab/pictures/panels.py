@@ -88,7 +88,7 @@ def plot_panels(
     handles: dict[str, Any] = {}  # what stands for each name in the legend
     for number, panel in enumerate(panels):
         axis = parts[0].add_subplot(rows, min(COLUMNS, len(panels)), number + 1)
-        axis.set_title(panel.title, **style.BOLD)
+        axis.set_title(textwrap.fill(panel.title, 40), **style.BOLD)
         marks_here = marks[number] if marks else ()
         _draw_panel(axis, panel, colors, marks_here, is_of_bars(panel, panels))
         artists, labels = axis.get_legend_handles_labels()
