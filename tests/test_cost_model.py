@@ -197,6 +197,18 @@ def test_whole_prompts_take_as_long_as_published(prompt_len, published_ms):
     assert 1e3 * cost.seconds([(0, 0, prompt_len)]) == pytest.approx(published_ms, rel=0.07)
 
 
+SYSTEMS = [
+    (dict(preset="yi-34b", tp=2, tp_link="nvlink3-pair"), 0.2),
+    (dict(preset="mistral-7b"), 0.1),
+]
+
+
+@pytest.mark.parametrize("system, strict_slo", SYSTEMS)
+def test_five_decode_iterations_are_the_strict_slo(system, strict_slo):
+    seconds = CostModel.named(**system).seconds(decodes(32, 4096))
+    assert 5 * seconds == pytest.approx(strict_slo, rel=0.1)  # Sarathi-Serve, Table 3
+
+
 def test_decodes_beside_a_chunk_take_longer_in_attention():
     cost = CostModel(SMALL, replace(MOVE, riding=1.5))
     for batch, keys in ((DECODES, 28), ([PREFILL], 15), (BATCH, 15 + 1.5 * 28)):

@@ -119,27 +119,27 @@ def draw_bars(
     for number, (name, line) in enumerate(lines.items()):
         for x, y in line.items():
             row = xs.index(x) + (number - (len(lines) - 1) / 2) * height
-            look: dict[str, Any] = {"color": color_of(name, x), "label": name}
+            bar_style: dict[str, Any] = {"color": color_of(name, x), "label": name}
             texts: list[str] = []
             if y is not None:
                 texts.append(style.short(y, spec))
             if y is not None and axis.get_xscale() == "log":
-                axis.plot([y], [row], "o", **look)
+                axis.plot([y], [row], "o", **bar_style)
             elif y is not None:
                 hatch = "////" if style.bound_of(y) else ""
                 axis.barh(
                     [row],
                     [y],
                     0.9 * height,
-                    **look,
+                    **bar_style,
                     hatch=hatch,
                     edgecolor="white",
                 )
             paper = published.get((name, x))
             if paper is not None:
                 texts.append(f"◇{style.short(paper, spec)}")
-                look = style.published_marker(paper)
-                axis.plot([paper], [row], **look, zorder=5)
+                marker = style.published_marker(paper)
+                axis.plot([paper], [row], **marker, zorder=5)
             if len(xs) * len(lines) <= MOST_NUMBERS:
                 axis.text(
                     1,  # the right end of the panel, where no bar is

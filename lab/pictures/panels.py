@@ -88,7 +88,7 @@ def plot_panels(
     handles: dict[str, Any] = {}  # what stands for each name in the legend
     for number, panel in enumerate(panels):
         axis = parts[0].add_subplot(rows, min(COLUMNS, len(panels)), number + 1)
-        axis.set_title(panel.title, **style.BOLD)
+        axis.set_title(textwrap.fill(panel.title, 40), **style.BOLD)
         marks_here = marks[number] if marks else ()
         _draw_panel(axis, panel, colors, marks_here, is_of_bars(panel, panels))
         artists, labels = axis.get_legend_handles_labels()
@@ -113,8 +113,8 @@ def is_of_bars(panel: Panel, panels: Sequence[Panel]) -> bool:
     """Whether the x of a panel are categories. Those with the same axes are drawn alike."""
     if any(isinstance(x, str) for x in _xs(panel)):
         return True
-    alike = [other for other in panels if (other.x, other.y) == (panel.x, panel.y)]
-    return all(len(_xs(other)) <= FEW for other in alike)
+    same_axes = [other for other in panels if (other.x, other.y) == (panel.x, panel.y)]
+    return all(len(_xs(other)) <= FEW for other in same_axes)
 
 
 def _xs(panel: Panel) -> list[Any]:
@@ -165,8 +165,8 @@ def _draw_lines(
     for name, line in panel.lines.items():
         points = {x: y for x, y in line.items() if not panel.ticks or x <= panel.ticks[-1]}
         numbers = np.array(list(points.values()), float)  # None is not a number
-        look = style.line_look(name) | {"color": colors[name], "lw": 1.5}
-        axis.plot(list(points), numbers, **look, label=name)
+        line_style = style.line_look(name) | {"color": colors[name], "lw": 1.5}
+        axis.plot(list(points), numbers, **line_style, label=name)
         for x, y in points.items():
             if y is not None and style.bound_of(y):
                 axis.plot(
@@ -176,8 +176,8 @@ def _draw_lines(
                     color=colors[name],
                 )
     for mark in marks:
-        look = style.published_marker(mark.y, colors[mark.line])
-        axis.plot([mark.x], [mark.y], **look, zorder=5)
+        marker = style.published_marker(mark.y, colors[mark.line])
+        axis.plot([mark.x], [mark.y], **marker, zorder=5)
     style.log_scale(panel.log, axis)
     if panel.ticks:
         axis.set_xticks(panel.ticks)
@@ -193,16 +193,16 @@ def _draw_lanes(axis: Axes, panel: Panel, colors: Mapping[str, str]) -> None:
         lengths = np.array([number or 0.0 for number in numbers.values()])
         ends = lengths.cumsum()
         text = style.three_digits(lengths.sum())
-        look: dict[str, Any] = {"label": list(numbers)}
+        line_style: dict[str, Any] = {"label": list(numbers)}
         if panel.form == "stacked":
-            look["color"] = [colors[name] for name in numbers]
+            line_style["color"] = [colors[name] for name in numbers]
         else:
             shades = style.GAPS(Normalize(1, LONG_STEP)(lengths))
-            look = {"color": shades, "edgecolor": "white", "lw": 0.8}
+            line_style = {"color": shades, "edgecolor": "white", "lw": 0.8}
             text = f"longest {style.three_digits(lengths.max(initial=0.0))}"
             if style.is_published(lane):
-                look = {"color": "white", "edgecolor": shades, "lw": 1.6}
-        axis.barh(row, lengths, 0.62, left=ends - lengths, **look)
+                line_style = {"color": "white", "edgecolor": shades, "lw": 1.6}
+        axis.barh(row, lengths, 0.62, left=ends - lengths, **line_style)
         end = (lengths.sum(), row)
         axis.annotate(
             text,

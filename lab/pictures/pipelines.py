@@ -158,11 +158,11 @@ def plot_bubbles(runs: Mapping[str, OfflineRun], title: str, file: str | Path) -
     policy_of = {name: name.split(",")[0] for name in runs}
     colors = style.policy_colors(policy_of.values())
     for name, run in runs.items():
-        look: Any = {"color": colors[policy_of[name]], "lw": 1.8}
+        line_style: Any = {"color": colors[policy_of[name]], "lw": 1.8}
         middle = style.duration(median(run.bubbles))
         end = style.duration(max(run.ends))
-        left.ecdf(run.bubbles, label=f"{name}: median {middle}", **look)
-        right.ecdf(run.ends, label=f"{name}: {len(run.ends):,} in {end}", **look)
+        left.ecdf(run.bubbles, label=f"{name}: median {middle}", **line_style)
+        right.ecdf(run.ends, label=f"{name}: {len(run.ends):,} in {end}", **line_style)
     left.set_xscale("symlog", linthresh=0.1)
     left.set(xlabel="bubble time of a request in s")
     left.set_ylabel("share of the requests, at most that long")

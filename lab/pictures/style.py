@@ -131,15 +131,15 @@ def name_colors(names: Sequence[str]) -> dict[str, str]:
         else:
             color = COLORS.get(re.split("[:,]", name)[0], "")
             settings.setdefault(color, []).append(name)
-    for color, alike in settings.items():
+    for color, variants in settings.items():
         if color:
             stops = ["black", color, "white"]
             scale = LinearSegmentedColormap.from_list("shades", stops, N=257)  # one in the middle
-            places = np.linspace(0.25, 0.75, len(alike)) if len(alike) > 1 else [0.5]
+            places = np.linspace(0.25, 0.75, len(variants)) if len(variants) > 1 else [0.5]
         else:
             scale = colormaps["viridis"]
-            places = np.linspace(0, 0.85, len(alike))
-        colors |= {name: to_hex(scale(place)) for name, place in zip(alike, places, strict=True)}
+            places = np.linspace(0, 0.85, len(variants))
+        colors |= {name: to_hex(scale(place)) for name, place in zip(variants, places, strict=True)}
     return colors
 
 

@@ -141,8 +141,10 @@ def animate(terminals: Mapping[str, Terminal], file: str | Path) -> None:
     parts: list[str] = []
     height = 0.0
     for number, (policy, terminal) in enumerate(terminals.items()):
-        drawn, height = draw_terminal(policy, terminal, clock, seconds)
-        parts.append(f'<g transform="translate({number * (WIDTH + GAP)} 0)">{"".join(drawn)}</g>')
+        elements, height = draw_terminal(policy, terminal, clock, seconds)
+        parts.append(
+            f'<g transform="translate({number * (WIDTH + GAP)} 0)">{"".join(elements)}</g>'
+        )
     width = len(terminals) * (WIDTH + GAP) - GAP
     freezes = [f"{policy}: {terminal.freeze()}" for policy, terminal in terminals.items()]
     label = escape("; ".join(freezes))
@@ -197,8 +199,8 @@ def draw_counter(terminal: Terminal, clock: Clock) -> Iterator[str]:
 
 def draw_words(answer: Answer, y: float, clock: Clock) -> Iterator[str]:
     """The words of an answer in their lines, each seen from its time on."""
-    whole = "".join(word.text for word in answer.words)
-    lines = textwrap.wrap(whole, COLUMNS, break_on_hyphens=False)[:MAX_LINES]
+    text_of_answer = "".join(word.text for word in answer.words)
+    lines = textwrap.wrap(text_of_answer, COLUMNS, break_on_hyphens=False)[:MAX_LINES]
     line = column = 0
     for word in answer.words:
         for piece in word.text.split():

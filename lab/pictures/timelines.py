@@ -173,14 +173,14 @@ def draw_lanes(axis: Axes, bars: Sequence[Bar], norm: LogNorm) -> None:
     for bar in visible:
         if bar.request_id in lanes:
             lanes[bar.request_id].append(bar)
-    for lane, own in enumerate(lanes.values()):
-        lengths = [bar.end - bar.start for bar in own]
+    for lane, bars_of_lane in enumerate(lanes.values()):
+        lengths = [bar.end - bar.start for bar in bars_of_lane]
         axis.broken_barh(
-            [(bar.start, length) for bar, length in zip(own, lengths, strict=True)],
+            [(bar.start, length) for bar, length in zip(bars_of_lane, lengths, strict=True)],
             (lane - 0.42, 0.84) if few else (lane - 0.5, 1),
             facecolors=[
                 LANE_COLORS.get(bar.kind) or style.GAPS(norm(length))
-                for bar, length in zip(own, lengths, strict=True)
+                for bar, length in zip(bars_of_lane, lengths, strict=True)
             ],
             edgecolors="white",
             linewidths=[0.3 if few and s > (right - left) / 200 else 0 for s in lengths],
@@ -336,9 +336,9 @@ def draw_against_rate(
         point_of = {point["qps"]: point for point in result["points"]}  # later runs replace earlier
         points = [point_of[qps] for qps in sorted(point_of) if point_of[qps][key] is not None]
         for met in (True, False):
-            shown = [point for point in points if point["met"] == met]
-            rates = [point["qps"] for point in shown]
-            latencies = [point[key] for point in shown]
-            look: dict[str, Any] = {} if met else {"ls": "", "mfc": "white"}
-            look |= {"marker": "o", "ms": 5, "lw": 1.4, "color": colors[name]}
-            axis.plot(rates, latencies, **look)
+            selected = [point for point in points if point["met"] == met]
+            rates = [point["qps"] for point in selected]
+            latencies = [point[key] for point in selected]
+            line_style: dict[str, Any] = {} if met else {"ls": "", "mfc": "white"}
+            line_style |= {"marker": "o", "ms": 5, "lw": 1.4, "color": colors[name]}
+            axis.plot(rates, latencies, **line_style)

@@ -131,13 +131,13 @@ def run_job(job: Job) -> Trial:
     """Serve the load of a job, and return its Trial."""
     cluster, load, qps = job
     run = cluster.simulate(load, qps).run
-    done = run.completions
-    gaps = [completion.tbt for completion in done if len(completion.token_times) > 1]
-    served_per_s = served_rate(done)
+    completions = run.completions
+    gaps = [completion.tbt for completion in completions if len(completion.token_times) > 1]
+    served_per_s = served_rate(completions)
     return Trial(
         qps_per_gpu=qps / cluster.instances,
         latencies_s=[
-            (each.ttft, fmean(each.tbt or [0.0])) for each in done if each.ttft is not None
+            (each.ttft, fmean(each.tbt or [0.0])) for each in completions if each.ttft is not None
         ],
         second_p50_s=percentiles(tbt[0] for tbt in gaps).p50 or 0.0,
         tbt_p99_s=percentiles(gap for tbt in gaps for gap in tbt).p99 or 0.0,

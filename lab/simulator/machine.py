@@ -169,11 +169,11 @@ class FittedMachine(CountingMachine):
         self.cost = cost
         (law,) = cost.laws
         error = percentiles(abs(law.predict(shape) / s - 1) for shape, s in timed[count:])
-        known: dict[str, Any] = {**vars(real.info)}
+        fields: dict[str, Any] = {**vars(real.info)}
         if is_alone:
-            known["device"] = f"simulated: {real.info.device}"
+            fields["device"] = f"simulated: {real.info.device}"
         self.info = FittedMachineInfo(
-            **known,
+            **fields,
             law=law.law,
             prediction_error=error,
             profile_busy=busy,
