@@ -6,16 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from errors import (
-    INT64_MAX,
-    QueueFull,
-    check_bool,
-    check_names,
-    check_sizes,
-    check_type,
-    check_whole,
-    set_field,
-)
+from errors import INT64_MAX, QueueFull, check_bool, check_names, check_sizes, check_type, set_field
 from kv_cache import Pages
 from policies import check_options, find_policy, make_scheduler, policy_options
 from policies.pages import make_pages
@@ -55,8 +46,6 @@ class EngineConfig:
         if self.pages is not None:
             limits["pages"] = MAX_PAGES
         check_sizes(self, limits)
-        if self.max_len is not None:
-            check_whole("max_len", self.max_len, minimum=2)  # a prompt and a new token
         if self.max_len is None or self.page_size is None:
             return
         if self.page_size > self.max_len:

@@ -21,7 +21,7 @@ from kv_cache import Pages
 from lab.claims import labs
 from lab.measure import metrics, workload
 from lab.measure.batch_times import TimedChunk
-from lab.simulator.cost_model import CostModel, LayerSeconds, StageTimes
+from lab.simulator.cost_model import Chunks, CostModel, LayerSeconds, StageTimes
 from policies.ablations import ChunkedOnly, HybridOnly
 from request import Batch, Completion
 from scheduler import VLLM, Orca, OrcaBest, RequestLevel, Sarathi, SarathiServe, Scheduler
@@ -45,9 +45,17 @@ def decode_keys(keys_of: Callable[[int, int], int]) -> Change:
     """Batches of decodes alone read another number of keys: of (decodes, keys)."""
 
     def make(old: Any) -> Any:
-        return lambda self, decodes, keys: old(self, decodes, keys_of(decodes, keys))
+        def layer_seconds(self: CostModel, batch: Chunks) -> LayerSeconds:
+            if any(n > 1 for _, _, n in batch):
+                return old(self, batch)
+            decodes = len(batch)
+            keys = sum(start for _, start, _ in batch) + decodes
+            others = [(0, 0, 1)] * (decodes - 1)  # one decode reads what the others do not
+            return old(self, [(0, keys_of(decodes, keys) - decodes, 1), *others])
 
-    return CostModel, "decode_stages", make
+        return layer_seconds
+
+    return CostModel, "layer_seconds", make
 
 
 def hybrid_seconds(change: Callable[..., LayerSeconds]) -> Change:
@@ -282,13 +290,6 @@ SYSTEMS: dict[str, list[Change]] = {
     ],
     "no key is kept: decodes compute all again": [
         of_chunks(lambda start, n: (0, start + n)),
-        (
-            CostModel,
-            "decode_stages",
-            lambda old: (
-                lambda self, decodes, keys: self.stages([(0, keys // decodes - 1, 1)] * decodes)
-            ),
-        ),
     ],
     "a decode reads one key": [
         of_chunks(lambda start, n: (start * (n > 1), n)),
@@ -308,10 +309,10 @@ SYSTEMS: dict[str, list[Change]] = {
     "the CPU takes 20 ms": [
         (
             CostModel,
-            "_stage_times",
+            "stages",
             lambda old: (
-                lambda self, *batch: StageTimes(
-                    [0.02 + seconds for seconds in old(self, *batch).seconds], 0.0
+                lambda self, batch: StageTimes(
+                    [0.02 + seconds for seconds in old(self, batch).seconds], 0.0
                 )
             ),
         )

@@ -128,7 +128,7 @@ def test_this_machine_is_simulated_with_the_law_of_its_profile(
         timed_cases.extend(cases)
         errors = [0] * len(fitted) + [i / 100 for i in range(1, 25)]
         return [
-            Profiled(*case, (0.5 + 0.25 * (case.budget - case.decodes) + 0.125 * case.decodes) / e)
+            Profiled(*case, (0.5 + 0.25 * (case[0] - case[2]) + 0.125 * case[2]) / e)
             for case, e in zip(cases, [1 + error for error in errors], strict=True)
         ]
 

@@ -269,12 +269,11 @@ def test_warm_up_leaves_no_cached_page_and_can_be_repeated():
 
 
 def test_a_warm_up_that_is_refused_has_spoilt_nothing():
-    """It lets the cache be zeros, before it sees that a request runs."""
     engine = new_engine()
     engine.add_request(SYSTEM, PARAMS)
     for _ in range(5):
         engine.step()
-    with pytest.raises(ValueError, match="generate: other requests are running"):
+    with pytest.raises(ValueError, match="warm_up: requests are running"):
         engine.warm_up()
     (completion,) = completions_of(finish(engine)).values()
     assert completion.tokens == alone(MODEL, SYSTEM, PARAMS)
