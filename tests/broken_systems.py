@@ -21,7 +21,7 @@ from kv_cache import Pages
 from lab.claims import labs
 from lab.measure import metrics, workload
 from lab.measure.batch_times import TimedChunk
-from lab.simulator.cost_model import Chunks, CostModel, LayerSeconds, StageTimes
+from lab.simulator.cost_model import CostModel, LayerSeconds, StageTimes
 from policies.ablations import ChunkedOnly, HybridOnly
 from request import Batch, Completion
 from scheduler import VLLM, Orca, OrcaBest, RequestLevel, Sarathi, SarathiServe, Scheduler
@@ -37,23 +37,6 @@ def of_chunks(change: Callable[[int, int], tuple[int, int]]) -> Change:
 
     def make(old: Any) -> Any:
         return lambda self, batch: old(self, [(0, *change(start, n)) for _, start, n in batch])
-
-    return CostModel, "layer_seconds", make
-
-
-def decode_keys(keys_of: Callable[[int, int], int]) -> Change:
-    """Batches of decodes alone read another number of keys: of (decodes, keys)."""
-
-    def make(old: Any) -> Any:
-        def layer_seconds(self: CostModel, batch: Chunks) -> LayerSeconds:
-            if any(n > 1 for _, _, n in batch):
-                return old(self, batch)
-            decodes = len(batch)
-            keys = sum(start for _, start, _ in batch) + decodes
-            others = [(0, 0, 1)] * (decodes - 1)  # one decode reads what the others do not
-            return old(self, [(0, keys_of(decodes, keys) - decodes, 1), *others])
-
-        return layer_seconds
 
     return CostModel, "layer_seconds", make
 
@@ -293,11 +276,9 @@ SYSTEMS: dict[str, list[Change]] = {
     ],
     "a decode reads one key": [
         of_chunks(lambda start, n: (start * (n > 1), n)),
-        decode_keys(lambda decodes, keys: decodes),
     ],
     "a decode reads four times its keys": [
         of_chunks(lambda start, n: (start * (1 if n > 1 else 4), n)),
-        decode_keys(lambda decodes, keys: 4 * keys),
     ],
     "other operations take half as long as products": [
         (
