@@ -18,7 +18,7 @@ from lab.measure.load_run import serve
 from lab.measure.run_loop import LoadRun
 from lab.measure.workload import Arrival, chats, prompts
 from lab.simulator.cost_model import CostModel
-from lab.simulator.simulation import Simulation, bubble_kinds, simulate
+from lab.simulator.simulation import STEADY_POLICIES, Simulation, bubble_kinds, simulate
 from policies import POLICIES
 from runtime.runner import Runner
 from scheduler import SarathiServe
@@ -219,6 +219,29 @@ def test_a_simulation_without_a_record_computes_the_same(policy, pages, pp, repl
     assert replace(recorded, run=other.run, stage_runs=[]) == other
     share = sum(other.busy.values()) / pp / replicas / other.run.seconds
     assert other.utilisation == pytest.approx(share)
+
+
+@pytest.mark.parametrize("pp, replicas", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("pages", [AMPLE, LITTLE])
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "dynamic"])
+def test_decodes_that_are_repeated_are_those_of_the_policy(
+    policy, pages, pp, replicas, monkeypatch
+):
+    repeats = []
+    repeat = Simulation._repeat
+    monkeypatch.setattr(Simulation, "_repeat", lambda *args: repeats.append(args) or repeat(*args))
+    cost = CostModel.named("llama-7b", pp=pp, cpu_s=1e-3)
+    config = replace(CONFIG, policy=policy, pages=pp * pages)
+    for mean_gap in (0.0, 0.02, 0.25):
+        arrivals = random_arrivals(0, 16 * pp, mean_gap)
+        recorded, other = (
+            simulate(cost, config, arrivals, replicas=replicas, record=record)
+            for record in (True, False)
+        )
+        assert other.run.completions == recorded.run.completions
+        assert (other.busy, other.bubbles) == (recorded.busy, recorded.bubbles)
+        assert (other.batches, other.run.seconds) == (recorded.batches, recorded.run.seconds)
+    assert bool(repeats) == (POLICIES[policy] in STEADY_POLICIES)
 
 
 @pytest.fixture

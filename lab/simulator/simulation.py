@@ -10,7 +10,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -18,12 +18,23 @@ from config import EngineConfig
 from errors import check_whole
 from lab.measure.arrival import Arrival
 from lab.measure.run_loop import LoadRun, Run
-from lab.simulator.cost_model import Cost, StageTimes
+from lab.simulator.cost_model import Cost, CostModel, StageTimes
 from policies.micro_batches import MicroBatches, StageRun, StageTime
 from policies.observers import Iteration
 from policies.priority import make_service
-from request import Completion, Event, Request
-from scheduler import Scheduler
+from request import Batch, Completion, Event, Request
+from scheduler import (
+    VLLM,
+    Orca,
+    OrcaBest,
+    RequestLevel,
+    Sarathi,
+    SarathiServe,
+    Scheduler,
+)
+
+# Policies that decode all running requests, and nothing else, when all decode and none waits
+STEADY_POLICIES = (RequestLevel, Orca, OrcaBest, VLLM, Sarathi, SarathiServe)
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,54 @@ class Ready(NamedTuple):
     micro_batch: int
 
 
+@dataclass(slots=True)
+class SteadyDecodes:
+    """A batch that can be computed again, with one more token of each request, without asking the
+    policy: all requests of a micro-batch decode, and for `left` more times none ends or needs a
+    page. This is what simulations without a record spend most of their iterations on."""
+
+    batch: Batch  # as it was first
+    requests: list[Request]
+    keys: int  # that the decodes read the next time, their own included
+    left: int
+    times: list[float] = field(default_factory=list)  # of tokens that the requests do not have yet
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, batch: Batch) -> "SteadyDecodes | None":
+        """The SteadyDecodes that follow a batch whose requests have moved on; None if there are
+        none, or if the policy is none of STEADY_POLICIES."""
+        requests = scheduler.running
+        if type(scheduler) not in STEADY_POLICIES or scheduler.observers:
+            return None
+        if not requests or len(batch) != len(requests):
+            return None
+        page_size = scheduler.pages.page_size
+        keys = len(requests)
+        left = requests[0].max_new_tokens
+        for chunk, request in zip(batch, requests, strict=True):
+            if chunk.request is not request or not request.is_decoding:
+                return None
+            output_len = len(request.tokens) - request.prompt_len
+            room = len(request.pages) * page_size - request.num_computed
+            left = min(left, room, request.max_new_tokens - output_len - 1)
+            keys += request.num_computed
+        return cls(batch, list(requests), keys, left) if left > 0 else None
+
+    def move_on(self, now: float) -> None:
+        """Note that each request has one more token at time `now`."""
+        self.times.append(now)
+        self.keys += len(self.requests)
+        self.left -= 1
+
+    def settle(self) -> None:
+        """Give the requests their tokens, as Scheduler.advance would have done one by one."""
+        for request in self.requests:
+            request.num_computed += len(self.times)
+            request.tokens.extend(bytes(len(self.times)))
+            request.token_times += self.times
+        self.times = []
+
+
 class Simulation(MicroBatches):
     """A server for LoadRun, on a clock of its own, `now`. `config` is as of MicroBatches. `record`:
     make an Iteration of each batch, its StageRuns, and an Event of each token, not only of a
@@ -104,12 +163,15 @@ class Simulation(MicroBatches):
         self.cost = cost
         self.config = config.with_tile(cost.tile)
         self.record = record
+        # whether SteadyDecodes are looked for; other costs may ask for the chunks of a batch
+        self.repeats = not record and type(cost) is CostModel and not config.prefix_caching
         self.now = 0.0  # in seconds
         self.batches = 0
         self.last_iteration: Iteration | None = None
         super().__init__(self.make_schedulers(replicas), cost.pp)
         self.turns = count()
         self.ready: list[Ready] = []  # a heap
+        self.steady: list[SteadyDecodes | None] = [None] * len(self.schedulers)
         self.idle = deque(range(len(self.schedulers)))  # micro-batches that found no work
         self._wake()
 
@@ -166,6 +228,8 @@ class Simulation(MicroBatches):
     def abort(self, i: int) -> Completion:
         """Give request i up."""
         request = self.requests[i]
+        for micro_batch in range(len(self.steady)):
+            self._settle(micro_batch)
         self.running_in(i).finish(request, "abort")
         return Completion.of(request)
 
@@ -175,6 +239,11 @@ class Simulation(MicroBatches):
         self.now = self.ready_at()
         self.last_iteration = None
         micro_batch = heapq.heappop(self.ready).micro_batch
+        steady = self.steady[micro_batch]
+        if steady and steady.left > 0 and not self.queue:
+            self._repeat(micro_batch, steady)
+            return []
+        self._settle(micro_batch)
         scheduler = self.schedulers[micro_batch]
         batch = self.next_batch(micro_batch, self.now)
         if batch is None:
@@ -193,7 +262,10 @@ class Simulation(MicroBatches):
         scheduler.observe(batch, end - self.now)  # a TBT includes waiting for stages, too
         # chunk.yields_token, written out: there are many chunks
         tokens = [0 if start + n == len(request.tokens) else None for request, start, n in batch]
-        return self.events_of(scheduler.advance(batch, tokens, end))
+        events = self.events_of(scheduler.advance(batch, tokens, end))
+        if self.repeats:
+            self.steady[micro_batch] = SteadyDecodes.of(scheduler, batch)
+        return events
 
     def _send_through(self, micro_batch: int, cost: StageTimes) -> list[StageTime]:
         """When a batch that enters now is on each stage. Its micro-batch can go on afterwards."""
@@ -208,6 +280,21 @@ class Simulation(MicroBatches):
         self._push(end, micro_batch)
         self.batches += 1
         return times
+
+    def _repeat(self, micro_batch: int, steady: SteadyDecodes) -> None:
+        """Let a batch of decodes be computed again."""
+        decodes = len(steady.requests)
+        one_reads_all = [(0, steady.keys - decodes, 1)] + [(0, 0, 1)] * (decodes - 1)
+        times = self._send_through(micro_batch, self.cost.stages(one_reads_all))
+        self.book(micro_batch, times, self.full_since(micro_batch), steady.batch)
+        steady.move_on(times[-1].end)
+
+    def _settle(self, micro_batch: int) -> None:
+        """Let the policy decide again, of requests that have all their tokens."""
+        steady = self.steady[micro_batch]
+        if steady:
+            steady.settle()
+            self.steady[micro_batch] = None
 
     def events_of(self, new_tokens: list[tuple[Request, int]]) -> list[Event]:
         """The Events of new tokens; without a record of those that end a request, as nobody looks
