@@ -12,6 +12,7 @@ from random import Random
 import pytest
 
 from exercises import __main__ as program
+from exercises import problems
 from exercises.__main__ import main, parse_args
 from exercises.catalog import EXERCISES
 from exercises.loads import MAX_PAGES, LoadRequest, random_load, shrink, small_loads
@@ -37,6 +38,12 @@ def call(argv, capsys):
     """(exit status, what is printed) of a command line."""
     status = main(parse_args([str(word) for word in argv]))
     return status, capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def slow_machines_have_time(monkeypatch):
+    """Loads shrink for four times as long."""
+    monkeypatch.setattr(problems, "SHRINK_S", 2.0)
 
 
 def check(number, source, folder, capsys, *options):
