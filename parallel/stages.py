@@ -324,9 +324,9 @@ class RanksEngine(Engine):
         """What came of a batch, from the results of all its stages."""
         number = flight.iteration.micro_batch
         now = self.clock()
+        shift = now - time.perf_counter()  # from Ranks.clock to this one; read at once
         tokens = tokens_of(flight.batch, results[-1].sampled)
         if self.record:
-            shift = now - time.perf_counter()  # from Ranks.clock to this engine's
             times = [StageTime(r.start + shift, r.end + shift, r.waited) for r in results]
             chunks = flight.iteration.chunks
             self.micro_batches.book(number, times, flight.full_since, flight.batch, chunks)
