@@ -59,8 +59,9 @@ function show_details() {
   show_pages(running, run.settings);
   mark_lit();
   clearTimeout(numbers_timer);  // to sort all gaps takes as long as a frame
-  if (performance.now() - numbers_written > 250) show_numbers(run, after, iteration);
-  else numbers_timer = setTimeout(() => show_numbers(run, after, iteration), 100);
+  const k = cursor;  // of now, as the other boxes: it may have moved when the timer fires
+  if (performance.now() - numbers_written > 250) show_numbers(run, k, after, iteration);
+  else numbers_timer = setTimeout(() => show_numbers(run, k, after, iteration), 100);
 }
 /** What the request that is kept outlined does in an iteration, or "". */
 function describe_pinned(run, {start, end, longest_gap}) {
@@ -120,10 +121,10 @@ function show_running(run, running) {
   const head = ["request", bar_head, "prompt computed", "output", "pages"];
   fill_table($("running"), [head, ...rows]);
 }
-/** All latencies up to this iteration; waits that go on count as long as they are by then. */
-function show_numbers(run, after, {end, preemptions, cached_tokens}) {
+/** All latencies up to iteration k; waits that go on count as long as they are by then. */
+function show_numbers(run, k, after, {end, preemptions, cached_tokens}) {
   numbers_written = performance.now();
-  const {ttft, tbt} = run.so_far(cursor), waits = run.waits_in(after, end);
+  const {ttft, tbt} = run.so_far(k), waits = run.waits_in(after, end);
   const latencies = {ttft, tbt: Float64Array.of(...tbt, ...waits.map(([wait]) => wait)).sort()};
   const row = (name, key) => [name, ...[0.5, 0.99, 1].map(q => {
     const text = format_seconds(quantile(latencies[key], q));
@@ -135,7 +136,7 @@ function show_numbers(run, after, {end, preemptions, cached_tokens}) {
     row("TBT, token to token", "tbt"),
   ];
   if (SLO < Infinity) {
-    const stalls = search(run.stalls.length, i => run.stalls[i].k > cursor);
+    const stalls = search(run.stalls.length, i => run.stalls[i].k > k);
     const going_on = waits.filter(([, is_stall]) => is_stall).length;
     rows.push([`stalls, longer than ${format_seconds(SLO)}`, "",
       going_on ? `${format_count(going_on)} go on` : "", format_count(stalls + going_on)]);
