@@ -455,7 +455,7 @@ def link_speed(job):
 def command(job):
     """bench.py, with the job's `words`. It measures only once, however `busy` the machine is."""
     if job.get("busy"):
-        timing.steadily = lambda measure, device, **_: (measure(), 0.0)
+        timing.steadily = lambda measure, *_, **__: (measure(), 0.0)
     bench.main(job["words"].split())
 
 
