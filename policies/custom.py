@@ -154,6 +154,18 @@ def check_batch(batch: object, place: str | None = None) -> None:
             raise PolicyError(problem, place)
 
 
+def token_limit(request: Request, page_size: int) -> int:
+    """How many tokens of a request can be computed: those that are known and have memory."""
+    return min(len(request.tokens), len(request.pages) * page_size)
+
+
+def comes_next(chunk: Chunk, page_size: int) -> bool:
+    """Whether a chunk holds the next tokens of its request, at least one and all of them with
+    memory."""
+    request = chunk.request
+    return chunk.start == request.num_computed < chunk.end <= token_limit(request, page_size)
+
+
 class Guard(Scheduler):
     """What an engine calls of a custom policy, guarded. It is mixed in before the policy."""
 
@@ -174,9 +186,10 @@ class Guard(Scheduler):
                 if chunks > 1:
                     problem = "a batch holds one chunk of a request, not several of request"
                     raise PolicyError(f"{problem} {request.id}", file)
-            for request, start, length in batch:
-                limit = min(len(request.tokens), len(request.pages) * self.pages.page_size)
-                if not start == request.num_computed < start + length <= limit:
+            for chunk in batch:
+                if not comes_next(chunk, self.pages.page_size):
+                    request, start, length = chunk
+                    limit = token_limit(request, self.pages.page_size)
                     place = f"{length} tokens of request {request.id} from {start}"
                     known = f"{request.num_computed} are computed, {limit} can be"
                     raise PolicyError(f"a batch holds {place}: {known}", file)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from policies.custom import PolicyError
+from policies.custom import PolicyError, comes_next, token_limit
 from policies.observers import Observer
 from policies.pages import CachedPages
 from request import Batch, Request
@@ -122,14 +122,15 @@ def chunks_come_next(
         readers = [request for request in readers if request.id not in admitted]
     block_tables = Counter(page for request in readers for page in request.pages)
     has_chunk = set()
-    for request, start, length in batch:
-        computed = request.num_computed
+    for chunk in batch:
+        request, start, length = chunk
         end = start + length
-        limit = min(len(request.tokens), len(request.pages) * pages.page_size)
         is_running = request in scheduler.running
-        is_next = start == computed < end <= limit
+        is_next = comes_next(chunk, pages.page_size)
         if not is_running or not is_next or request in has_chunk:
-            observation = f"{length} tokens from {start}: {computed} are computed, {limit} can be"
+            limit = token_limit(request, pages.page_size)
+            known = f"{request.num_computed} are computed, {limit} can be"
+            observation = f"{length} tokens from {start}: {known}"
             if request in has_chunk:
                 observation += ", and it has another"
             yield Breach(request.id, observation)
