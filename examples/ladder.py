@@ -15,10 +15,10 @@ from cli.options import OptionParser
 from cli.tables import Cell, format_table
 from config import EngineConfig
 from lab.commands import serve_options
-from lab.commands.serve import make_machine, make_workload
+from lab.commands.serve import half_of_possible_qps, make_machine, make_workload
 from lab.commands.serve_options import ServeOptions
 from lab.measure import capacity
-from lab.measure.metrics import percentiles
+from lab.measure.metrics import percentiles, summarize_run
 from lab.measure.run_loop import Run, no_progress
 from lab.measure.token_budget import MAX_DELAY_S
 from request import Completion, Request
@@ -108,7 +108,7 @@ def is_served_well(completion: Completion, slo_s: float) -> bool:
 
 def numbers_of(served: Run, slo_s: float) -> dict[str, float]:
     """What a rung makes of the load, in seconds and per second."""
-    summary = capacity.judge(served, slo_s)
+    summary = summarize_run(served.completions, served.iterations, served.seconds)
     good = sum(is_served_well(completion, slo_s) for completion in served.completions)
     return {
         "TTFT P50": summary.ttft_s.p50 or 0.0,
@@ -154,8 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = make_machine(options)
     arrivals_at, load = make_workload(options)
     slo_s = capacity.slo_seconds(options.slo, machine.base)
-    possible_qps = machine.micro_batches * capacity.estimated_qps(machine.base, arrivals_at(1.0))
-    options = replace(options, qps=options.qps or float(f"{possible_qps / 2:.2g}"))
+    options = replace(options, qps=options.qps or half_of_possible_qps(machine, arrivals_at(1.0)))
     print(f"{machine.info.heading()}load: {load}, {options.qps:g} a second")
     rows: dict[str, list[Cell]] = {}
     before: dict[str, float] = {}

@@ -341,8 +341,7 @@ def main(options: ServeOptions) -> dict[str, Any]:
     machine = make_machine(options)
     base = machine.base
     slo_s = capacity.slo_seconds(options.slo, base)
-    possible_qps = machine.micro_batches * capacity.estimated_qps(base, arrivals)
-    start = float(f"{possible_qps / 2:.2g}")
+    start = half_of_possible_qps(machine, arrivals)
     if is_serving and not has_own_rate:
         options = replace(options, qps=options.qps or start)
         arrivals = arrivals_at(options.qps)
@@ -393,6 +392,12 @@ def main(options: ServeOptions) -> dict[str, Any]:
     else:
         compare_runs(comparison)
     return report
+
+
+def half_of_possible_qps(machine: Machine, arrivals: list[Arrival]) -> float:
+    """Half of the rate that a machine should be able to serve: where no other is given."""
+    possible_qps = machine.micro_batches * capacity.estimated_qps(machine.base, arrivals)
+    return float(f"{possible_qps / 2:.2g}")
 
 
 def check_enough(arrivals: list[Arrival], options: CapacityOptions) -> None:
