@@ -232,9 +232,9 @@ def complaint_of_engine(policy):
 def test_whatever_a_policy_does_wrong_is_one_line(
     method, message, complaint, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(custom, "CALL_LIMIT_S", 0.2)
+    monkeypatch.setattr(custom, "CALL_LIMIT_S", 1.0)
     monkeypatch.setattr(custom, "SLEEP_LIMIT_S", 0.2)
-    monkeypatch.setattr(custom.guarded.__wrapped__, "__defaults__", (0.2,))
+    monkeypatch.setattr(custom.guarded.__wrapped__, "__defaults__", (1.0,))
     policy = write_policy(tmp_path, method)
     with pytest.raises(SystemExit) as end:
         run(lambda: complaint(policy))
@@ -328,11 +328,11 @@ def test_a_policy_may_replace_its_queue(queue, pp, tmp_path):
 
 
 def test_a_schedule_that_never_returns_is_stopped_and_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(custom, "CALL_LIMIT_S", 0.2)
+    monkeypatch.setattr(custom, "CALL_LIMIT_S", 1.0)
     handler = signal.getsignal(signal.SIGVTALRM)
     policy = write_policy(tmp_path, LOOPS)
     violation = check_policy(policy).violation
-    cause = r"TimeoutError: one call took more than 0.2 s, in .*own.py line 4"
+    cause = r"TimeoutError: one call took more than 1 s, in .*own.py line 4"
     assert re.fullmatch(cause, violation.observation) and violation.rule == "everybody ends"
     assert violation.iteration == 1
     assert signal.getsignal(signal.SIGVTALRM) is handler
@@ -342,7 +342,7 @@ def test_a_schedule_that_never_returns_is_stopped_and_named(tmp_path, monkeypatc
 
 
 def test_a_limit_that_a_policy_catches_comes_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(custom, "CALL_LIMIT_S", 0.2)
+    monkeypatch.setattr(custom, "CALL_LIMIT_S", 1.0)
     catches = "\n".join([
         "schedule(self):",
         "    try:",
