@@ -108,11 +108,16 @@ def test_random_weights_that_cannot_be_saved_are_refused(model, refused, fake, t
     assert "--against: random weights like those of gpt2 cannot be saved" in capsys.readouterr().err
 
 
+def test_one_stream_is_a_load(fake):
+    argv = f"--against openvino={fake.python} --batch 1 --chunk 32 --seq-len 160".split()
+    assert compare.parse_args(argv).load == OfflineLoad(seq_len=160, pd_ratio=32, batch=1, requests=2)
+
+
 def test_options_that_make_no_sense_are_refused_in_one_line(fake, capsys):
     against = f"--against openvino={fake.python}"
     wrong = {
         f"{against} --chunk 5": "--chunk 5: must be at least --batch 6",
-        f"{against} --batch 1": "--batch 1: must",
+        f"{against} --batch 0": "--batch 0: must",
         "": "--against",
     }
     for words, message in wrong.items():

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from cli.console import run
 from cli.loading import ModelOptions, add_layers_option, add_model_options, load_model
-from cli.options import OptionParser, option, write_json, wrote
+from cli.options import OptionParser, option, whole, write_json, wrote
 from cli.tables import format_table
 from examples.compare.engines import (
     OUR_POLICIES,
@@ -60,6 +60,7 @@ def engines(text: str) -> dict[str, str]:
 class CompareOptions(OfflineOptions):
     """The options of `compare`: those of `offline`, and the other engines."""
 
+    batch: int = option("B, the most requests at once", type=whole(minimum=1), default=6)
     against: dict[str, str] = option(  # engine -> the Python that has its packages
         f"engines that serve the requests too, comma-separated, of {', '.join(PACKAGES)} "
         "(packages openvino-genai, optimum-intel), required; openvino=/its/bin/python where "

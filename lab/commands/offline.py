@@ -130,7 +130,7 @@ def resolve(parser: OptionParser, args: Namespace) -> OfflineOptions:
     options = from_args(
         OfflineOptions,
         args,
-        pd_ratio=args.pd_ratio or args.chunk / (args.batch - 1),
+        pd_ratio=args.pd_ratio or args.chunk / max(1, args.batch - 1),
         requests=args.requests or 3 * args.batch + 1,
         requests_given=args.requests is not None,
         model=resolve_model(model_options(args)),
