@@ -1,8 +1,9 @@
 """An Engine whose model is in several processes: micro-batches in flight through its stages.
 
-Rank 0 schedules. A batch's chunks go to all ranks at once, its activations from stage to stage,
-without waiting for the next one. The tokens that the last stage has sampled come back to rank 0,
-with the times of all stages. Read first: policies/micro_batches.py, ranks.py and shard.py."""
+Rank 0 schedules. A step begins the batch of a micro-batch that has work, or else waits for the
+oldest batch under way. A batch's chunks go to all ranks at once, its activations from stage to
+stage, without waiting for the next one. The tokens that the last stage has sampled come back to
+rank 0, with the times of all stages. Read first: policies/micro_batches.py, ranks.py, shard.py."""
 
 import time
 from collections import deque

@@ -12,8 +12,9 @@ Override one of these methods, which scheduler.py explains:
     token_budget()   how many tokens a batch may have
     schedule()       all of it: which chunks are computed next
 
-`self.waiting` is the queue. `self.running` are the requests that have pages: `self.prefilling()`
-and `self.decoding()`. `request.arrival` and `self.clock()` are times in seconds."""
+`self.waiting` is the queue. `self.running` are the requests that have pages. `self.prefilling()`
+and `self.grow_decodes()` divide them; the latter gives each decode memory for its next token.
+`request.arrival` and `self.clock()` are times in seconds."""
 
 from scheduler import Request, SarathiServe
 

@@ -109,31 +109,26 @@ def who_does_what() -> Page:
     for card in cards:
         conduct = conduct_of(card.name)
         rows[card.name] = [
-            ("whose", card.engine or "Sarathi-Serve, Algorithm 3", ""),
-            ("version, or where", card.version, ""),
-            ("equal loads", card.equal, ""),
+            ("whose, and version", ", ".join(filter(None, (card.engine, card.version))), ""),
             ("a batch is", conduct.batch, ""),
             ("a long prompt in front", conduct.long_prompt, ""),
             ("memory for two", conduct.pages_for_two, ""),
             ("out of memory pays", conduct.out_of_memory, ""),
         ]
+    equal = ", ".join(f"{card.equal} (`{card.name}`)" for card in cards if card.equal)
     return Page(
         "engines",
         "Who does what today?",
         [
-            "Each row was found out by trying the policy, not written down: prompts arrive while a "
-            "request decodes; a short prompt comes behind a long one; two requests of 10 + 20 and "
-            "10 + 12 tokens want to run at once, and *memory for two* is the least, in tokens, "
-            "with which they do (30 must fit in any case, for the longer one; 52 is prompt and "
-            "output of both; 44 is the most that they ever hold together, and `peak` wants more); "
-            "two requests decode, and the older one, with fewer outputs, finds no page.",
+            "Each row was found out by trying the policy: prompts arrive while a request decodes; "
+            "a short prompt comes behind a long one; two requests of 10 + 20 and 10 + 12 tokens "
+            "want to run at once; two requests decode, and the older one, with fewer outputs, "
+            "finds no page. *Memory for two* is the least, in tokens, with which both run: 30 is "
+            "the longer one, 44 the most that both ever hold, 52 prompt and output of both.",
             format_table("policy", rows),
-            "*Equal loads*: so many random loads had the same batches, from the first to the last, "
-            "as the engine's own scheduler and cache made of them. `python -m tests.beside NAME` "
-            "prints it, where the engine is installed. The other rules were read. Each class says "
-            "in what it differs from its engine.",
-            "Nearly everywhere a long prompt blocks those behind it: that is why it is the "
-            "question asked most, and answered below.",
+            f"With the engine's own scheduler and cache all batches were equal on {equal} random "
+            "loads (`python -m tests.beside NAME`, where the engine is installed). The other rules "
+            "were read. Each class says in what it differs from its engine.",
         ],
     )
 
@@ -160,23 +155,20 @@ def is_vllm_sarathi_serve() -> Page:
         [
             f"In lock step on {len(plain)} random loads, with enough memory for all: {ample} "
             f"differ. With memory from tight to ample: {tight} differ. So yes, batch for batch, as "
-            "long as memory suffices. With prefix caching, which vLLM has by default, "
-            f"{shared} of {len(cached)} differ: a prompt finds pages that the same batch computes "
-            "for the one before it, here only what was computed before. vLLM V1 has no phases and "
-            "does not put decodes first; but a request is admitted only into what those before it "
-            "leave, and they never take more later. So no decode is ever beyond the budget.",
+            "long as memory suffices. With prefix caching, vLLM's default, "
+            f"{shared} of {len(cached)} differ: in vLLM a prompt also finds pages that the same "
+            "batch computes for the one before it. vLLM V1 does not put decodes first; but a "
+            "request is admitted only into what those before it leave, and they never take more "
+            "later. So no decode is ever beyond the budget.",
             "They differ in memory. `sarathi-serve` gives a prompt all its pages at once and keeps "
             "1 % free; vLLM V1 looks whether the prompt fits, and takes the pages chunk by chunk. "
             f"The smallest load that shows it: prompt + output {requests}, budget {load.chunk}, "
             f"memory for {load.pages} tokens.",
             _side_by_side(pair, difference.steps),
-            "The second request's whole prompt and the first one's next token do not fit together: "
-            "`sarathi-serve` has given its pages away and must preempt; vLLM V1 computes one token "
-            "more of the prompt, and the first request has ended before memory is short. The price "
-            "comes under load: what was promised to a prompt is used by others, and it is "
-            "preempted half-way. *How much memory to reserve?* measures that. "
-            "`long_prefill_token_threshold` is 0 by default; with another value the batches "
-            "differ, of course.",
+            "`sarathi-serve` has given all its pages away and must preempt; in vLLM V1 the first "
+            "request has ended before memory is short. The price comes under load: others use "
+            "what was promised to a prompt, and it is preempted half-way (*How much memory to "
+            "reserve?*).",
         ],
     )
 
@@ -275,14 +267,13 @@ def long_among_short() -> Page:
             format_table("policy", rows),
             "First come, first served makes every short prompt wait for the rest of the long one. "
             "Whoever lets them pass, by shares, by length or by deadline, serves them within one "
-            "iteration or two, and the long one pays with the time that they take. A threshold "
-            "makes the iterations shorter, too, which is best for the short ones and worst for the "
-            "long one; only under contention it costs less of both. More answers then run while "
-            "the long prompt is computed, so more gaps are long: P99 TBT rises, the longest gap "
-            "does not. A smaller budget under pressure (P-PAS) cures the gaps, not the short "
-            "prompts. Prefill first and alone (SGLang) does nothing for the short ones either, and "
-            "all answers stand still meanwhile, which P99 TBT does not show; an interval cures "
-            "that, and both prompts wait longer.",
+            "iteration or two, and the long one waits a little longer. More answers then run "
+            "while it is computed, so more gaps are long: P99 TBT rises, the longest gap does not. "
+            "A threshold shortens the iterations, too: best for the short ones, worst for the long "
+            "one; under contention only, less of both. A smaller budget under pressure (P-PAS) "
+            "cures the gaps, not the short prompts. Prefill first and alone (SGLang) stops all "
+            "answers meanwhile, which P99 TBT does not show; an interval cures that, and all "
+            "prompts wait longer.",
         ],
         chart_of(
             rows,
@@ -332,14 +323,14 @@ def memory_to_reserve() -> Page:
         [
             f"200 chat requests, more than can be served, in memory for {MEMORY_TOKENS:,} tokens: "
             f"six requests of max_len = {MAX_LEN:,}. Budget 512, {MODEL} on one A100, "
-            "simulated; seconds. Outputs are as long as max_new_tokens says, which real ones "
-            "seldom are: that favours whoever reserves them.",
+            "simulated; seconds. Outputs are as long as max_new_tokens says, which favours whoever "
+            "reserves them.",
             format_table("reserved", rows),
             "max_len wastes half of the memory or more. Reserving little runs more at once, "
-            "preempts, and computes again; an answer that is preempted stands still until then, "
-            "which P99 TBT does not show and the longest gap does. Letting decodes wait computes "
-            "least again; how long an answer then stands still depends on when others end. The "
-            "peak admits nearly as many as the prompt alone, and preempts nobody here.",
+            "preempts, and computes again; meanwhile that answer stands still, which the longest "
+            "gap shows and P99 TBT does not. Letting decodes wait computes least again; the answer "
+            "stands still until others end. The peak admits nearly as many as the prompt alone, "
+            "and preempts nobody here.",
         ],
         chart_of(
             rows,
@@ -355,25 +346,20 @@ def memory_to_reserve() -> Page:
 
 # ---- 5. Chunking shows nothing here: why? --------------------------------------------------------
 
-SERVE = "serve --simulate a100-80gb --preset llama3-8b --max-len 4096"
-PAIR = f"{SERVE} --policies vllm,sarathi-serve"
-CHECKLIST = {  # reason -> the command of bench.py that shows it
-    "**It does show** in P99 TBT and the longest stall": f"{PAIR} --qps 6",
-    "**Offline**: all prompts come at once, stalls are few and huge, and the other gaps have no "
-    "chunk in them: P99 is even lower without chunks. Look at the "
-    "longest": f"{PAIR} --qps 1000 --requests 128",
-    "**Prompts below the budget** are never cut": f"{PAIR} --qps 6 --lengths 100+400",
+SERVE = "serve --simulate a100-80gb --preset llama3-8b --max-len 4096 --policies vllm,sarathi-serve"
+CHECKLIST = {  # reason -> the options of SERVE that show it
+    "**It does show** in P99 TBT and the longest stall": "--qps 6",
+    "**Offline**: all prompts come at once, stalls are few and huge: P99 is even lower without "
+    "chunks. Look at the longest": "--qps 1000 --requests 128",
+    "**Prompts below the budget** are never cut": "--qps 6 --lengths 100+400",
     "**All slots are full**: a prompt waits for a slot, and overlaps with few "
-    "decodes": f"{PAIR} --qps 6 --batch 2",
-    "**The mean or P50 is looked at**: most gaps hold no prefill, with chunks or "
-    "without; the table above": "today --only checklist",
-    "**TPOT is looked at instead of TBT**, in the same table: it averages the gaps of a "
-    "request before the percentile is taken; TBT = ITL takes every "
-    "gap": "today --only checklist",
+    "decodes": "--qps 6 --batch 2",
+    "**The mean, P50 or TPOT is looked at**, not P99 TBT: most gaps hold no prefill, and TPOT "
+    "averages a request's gaps before the percentile is taken": "--qps 6",
     "**A low load**: stalls are rarer than 1 % of the gaps, so P99 does not see them; the longest "
-    "gap does": f"{PAIR} --qps 0.1",
+    "gap does": "--qps 0.1",
     "**The baseline chunks already**: vLLM V1 does by default, see "
-    "above": f"{SERVE} --policies vllm-v1,sarathi-serve --qps 6",
+    "above": "--qps 6 --policies vllm-v1,sarathi-serve",
 }
 
 
@@ -436,7 +422,8 @@ def chunking_shows_nothing() -> Page:
             "A100, simulated; seconds. The first load shows the gain, in P99 and in the longest "
             "gap. Each other one hides it.",
             format_table("load: policy", rows),
-            "\n".join(f"- {reason}: `bench.py {command}`" for reason, command in CHECKLIST.items()),
+            f"To see it, add to `bench.py {SERVE}`:",
+            "\n".join(f"- {reason}: `{options}`" for reason, options in CHECKLIST.items()),
         ],
     )
 
@@ -473,12 +460,11 @@ def overload_by_class() -> Page:
             f"The longest TTFT by class, in seconds; {MODEL} on one A100, simulated. *Ageing* "
             f"lifts a waiting request by one class every {AGEING_S:g} s (30 by default).",
             format_table("ageing", rows),
-            "In lasting overload ageing makes the classes that it reaches equal: up to realtime, a "
-            "realtime request waits as long as a low one, and the classes are worth nothing. "
-            "Without ageing the low ones wait for the end of the overload. Between the two, "
-            '`ageing_to="normal"` lets the low ones wait as the normal ones do, and keeps realtime '
-            "and high ones out of it. None of them makes the queue shorter: turn away the lowest, "
-            "which a server does with its `--max-waiting`.",
+            "In lasting overload ageing makes the classes that it reaches equal: up to realtime, "
+            "they are worth nothing. Without ageing the low ones wait for the end of the overload. "
+            'With `ageing_to="normal"` they wait as the normal ones do, and realtime and high ones '
+            "are spared. None of this makes the queue shorter: a server turns requests away beyond "
+            "its `--max-waiting`.",
         ],
         chart_of(rows, {name: f"{name}: longest TTFT, s" for name in PRIORITIES}),
     )

@@ -21,13 +21,11 @@ from policies.cards import CARDS
 INTRODUCTION = """\
 # What engines decide today
 
-The papers' policies are in [`scheduler.py`](../scheduler.py). [`today.py`](today.py) has the rules
-of today's engines, each a short class, with the file that it was read in.
-[`remedies.py`](remedies.py) has what their users propose. `--policy vllm-v1` serves with one of
-them, `bench.py check vllm-v1 --random-loads 2000` checks it, and `bench.py explore vllm-v1` shows
-each of its decisions. A new one is a class with a `@card` above it: commands, tables, pages and
-pictures know it from then on. Everything below is printed by `bench.py today`, simulated, and
-written here by `bench.py today --write policies`.
+Each policy is a short class: the papers' in [`scheduler.py`](../scheduler.py), those of today's
+engines in [`today.py`](today.py), with the file that each was read in, and what users propose in
+[`remedies.py`](remedies.py). `--policy vllm-v1` serves with one,
+`bench.py check vllm-v1 --random-loads 2000` checks it, `bench.py explore vllm-v1` shows each of its
+decisions. All below is simulated, and made by `bench.py today --write policies`.
 """
 
 
