@@ -73,24 +73,24 @@ class EngineConfig:
             raise QueueFull(f"max_waiting={self.max_waiting}: as many requests wait")
 
     def with_tile(self, tile: int) -> Self:
-        """The same; a policy with the option `tile` gets this one, unless it has another."""
+        """The same, with the option `tile` for a policy that has it and was not given one."""
         if "tile" not in policy_options(find_policy(self.policy)):
             return self
         return replace(self, policy_options={"tile": tile, **self.policy_options})
 
     @property
     def limits(self) -> dict[str, Any]:
-        """The arguments of any Scheduler, but for its pages and clock."""
+        """The sizes that every Scheduler takes, beside its pages and clock."""
         return {"chunk": self.chunk, "max_batch": self.max_batch, "max_len": self.max_len}
 
     @property
     def cache_sizes(self) -> tuple[int, int, int]:
-        """(pages, page_size, max_len). See for_model first."""
+        """(pages, page_size, max_len). Only after for_model."""
         assert self.pages and self.page_size and self.max_len
         return self.pages, self.page_size, self.max_len
 
     def pages_of(self, parts: int = 1) -> Pages:
-        """The Pages of one of `parts` equal parts of the cache, all free. See for_model first."""
+        """The Pages of one of `parts` equal parts of the cache, all free. Only after for_model."""
         total, page_size, max_len = self.cache_sizes
         pages = make_pages(total // parts, page_size, self.prefix_caching)
         needed = pages.needed(max_len)

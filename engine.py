@@ -53,8 +53,8 @@ class Engine:
         policy_options   as {"tbt_slo": 0.1}
 
     These are the fields of config.EngineConfig, where the defaults are; or give one as `config`.
-    `tokenizer` is for prompts as text. Raises ValueError before anything is allocated, but for a
-    page size that the attention backend cannot use."""
+    `tokenizer` is for prompts as text. Raises ValueError before anything is allocated; only a page
+    size that the attention backend cannot use is found after that."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Engine:
 
     @property
     def batch_under_way(self) -> Batch:
-        """The batch whose events were not returned yet, of the first scheduler; it may be empty."""
+        """The first scheduler's batch whose events were not returned yet; it may be empty."""
         return self._computed.batch if self._computed else self.scheduler.batch
 
     @property
@@ -227,7 +227,7 @@ class Engine:
         check_bool("progress", progress)
         completions: list[Completion] = []
         requests = self._encode_all(prompts, params)
-        hide_bar = None if progress and sys.stderr else True  # None: unless on a terminal
+        hide_bar = None if progress and sys.stderr else True  # None: tqdm looks for a terminal
         with tqdm(total=len(requests), desc="requests", disable=hide_bar) as bar:
             for event in self._serve(requests):
                 if event.completion is not None:

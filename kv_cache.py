@@ -9,8 +9,8 @@ of the one long row of slots that the cache is. With pages of max_len tokens eac
 page. This is SARATHI's layout (§4.5: "we pre-allocate the KV cache as per the maximum sequence
 length"). Small pages are taken as a request grows, and prompts that begin alike can share them.
 
-`KVCache` holds the tensors. `Pages` knows the owners of pages, and no tensors: a scheduler runs
-without. Read next: attention/, which reads the cache."""
+`KVCache` holds the tensors, for the model. `Pages` counts who uses which page, for the scheduler,
+which needs no tensors. Read next: attention/, which reads the cache."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ def kv_bytes_per_token(config: GPTConfig, dtype: torch.dtype) -> int:
 class KVCache:
     """Keys and values of `pages` pages of `page_size` tokens each.
 
-    `data` has the logical shape (n_layer, K and V, n_kv_head, pages * page_size, head_dim). As the
-    kernels prefer, on CUDA the heads of a slot lie side by side, elsewhere the slots of a head.
-    Unwritten slots hold garbage. On CUDA a *scratch slot* behind them takes rows of padding."""
+    `data` has the logical shape (n_layer, K and V, n_kv_head, pages * page_size, head_dim). In
+    memory, the heads of one slot lie side by side on CUDA, the slots of one head elsewhere: as the
+    kernels prefer. Unwritten slots hold garbage. On CUDA there is one slot more, the *scratch
+    slot*: rows of padding are written there."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class KVCache:
         dtype: torch.dtype | None = None,
         max_len: int | None = None,
     ) -> None:
-        """`max_len` is the longest request. By default cache and model set the limit."""
+        """`max_len` is the longest request; None: as long as cache and model allow."""
         import torch
 
         slots = pages * page_size
@@ -129,7 +130,7 @@ class Pages:
                 self.num_free += 1
                 self.release(page)
 
-    # What policies/pages.py does otherwise.
+    # What policies/pages.py overrides.
 
     def choose(self, count: int, after: int | None) -> list[int]:
         """The pages that `allocate` takes: here, the first free ones."""
@@ -141,15 +142,15 @@ class Pages:
         return pages
 
     def release(self, page: int) -> None:
-        """What becomes of a page that is in no block table any more."""
+        """A page is in no block table any more. Here, it can be chosen again."""
         self._taken[page] = 0
 
     def find(self, request: Request) -> list[int]:
-        """The pages that hold the first tokens of a waiting request already."""
+        """The pages that hold the first tokens of a waiting request already. Here, none."""
         return []
 
     def take(self, pages: Sequence[int]) -> None:
-        """Put pages that were found into one more block table."""
+        """Put pages that `find` returned into one more block table. Here, there are none."""
 
     def keep(self, request: Request, start: int) -> None:
-        """Let others find the pages that became full since num_computed was `start`."""
+        """Let others find the pages filled since num_computed was `start`. Here, nobody does."""

@@ -37,7 +37,7 @@ ROPE_POSITIONS = 4096  # of a new model's table
 
 
 class FlatBatch(NamedTuple):
-    """A hybrid batch as one row per token, with all that depends on it but not on the layer."""
+    """A hybrid batch as one row per token: all that its layers share, made once."""
 
     tokens: Tensor  # (num_tokens,)
     positions: Tensor  # (num_tokens,)
@@ -49,8 +49,8 @@ class FlatBatch(NamedTuple):
     def build(cls, chunks: Sequence[Chunk], attention: AttentionBackend) -> Self:
         """Flatten `chunks`, decodes first, and copy the result to the device at once.
 
-        `attention` was made for the cache that the batch will be run on. No slot may be written by
-        two chunks."""
+        `attention` was made for the cache that the batch will be run on. No two chunks may write
+        the same slot."""
         order = sorted(range(len(chunks)), key=lambda i: chunks[i].length > 1)
         tokens: list[int] = []
         positions: list[int] = []
@@ -72,7 +72,7 @@ class FlatBatch(NamedTuple):
 class GPT(nn.Module):
     """A GPT-2 or LLaMA that computes hybrid batches."""
 
-    stages = 1  # so many times the layers that are here make up the model, see parallel/shard.py
+    stages = 1  # the whole model has so many times the layers that are here: parallel/shard.py
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class GPT(nn.Module):
         """A model with random weights, or with memory that is not filled if `seed` is None.
 
         The weights are made in `dtype` on `device`: there is never a second copy of them. Raises
-        ValueError, before that, for what cannot be there."""
+        ValueError before that, if the device cannot have this type, or this much."""
         check_type("config", config, GPTConfig, "a GPTConfig")
         check_placement(device, dtype)
         generator = None if seed is None else weight_generator(device, seed)
@@ -169,7 +169,8 @@ class GPT(nn.Module):
         return model
 
     def whole_model(self) -> "GPT":
-        """Itself; that of a parallel.shard.Shard has no memory."""
+        """The model that this is a part of: itself. A parallel.shard.Shard has another, without
+        memory."""
         return self
 
     def slices_of(self, name: str) -> Slices:
@@ -243,8 +244,8 @@ def new_norm(config: GPTConfig, **factory: Any) -> nn.LayerNorm | nn.RMSNorm:
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """RoPE, in place, computed in the type of cos and sin, (num_tokens, 1, head_dim) of the table.
+    """RoPE, in place: x (num_tokens, heads, head_dim), cos and sin (num_tokens, 1, head_dim).
 
-    Dimension i of x (num_tokens, heads, head_dim) is paired with i + head_dim / 2, as in
+    It is computed in the type of cos and sin. Dimension i is paired with i + head_dim / 2, as in
     checkpoints in the Hugging Face format."""
     x.copy_(torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin))

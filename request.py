@@ -15,7 +15,7 @@ from errors import check_whole
 
 @dataclass(frozen=True)
 class Service:
-    """What a request may expect, for policies that treat requests unlike.
+    """What a request may expect, for policies that treat requests differently.
 
     `priority` is an index of policies.priority.PRIORITIES, the targets are in seconds."""
 
@@ -51,8 +51,8 @@ class Request:
     logprobs: list[float] = field(default_factory=list)  # of the output tokens, if asked for
     finish_reason: str | None = None  # "stop", "length" or "abort"
     preemptions: int = 0  # how often it lost its pages
-    recomputed_tokens: int = 0  # tokens that were in these pages, in all
-    cached_tokens: int = 0  # tokens whose pages were cached when it was admitted, in all
+    recomputed_tokens: int = 0  # computed tokens that it lost with them, in all
+    cached_tokens: int = 0  # tokens that it found in the cache when it was admitted, in all
 
     @property
     def is_decoding(self) -> bool:
@@ -192,7 +192,7 @@ class Completion:
 class Event(NamedTuple):
     """A new token of a request; with the last one, its `finish_reason` and `completion`.
 
-    `text` is what the token completes, in Engine.stream alone."""
+    `text` is the text that the token completes. Only Engine.stream fills it in."""
 
     request_id: int
     token: int

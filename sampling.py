@@ -34,7 +34,7 @@ class SamplingParams:
     top_p            sample from the fewest likeliest tokens that make up top_p; 1 for all
     seed             the random stream: with one seed, a prompt is continued in one way
     stop_token_ids   generation ends with any of these, which is then the last token returned
-    stop             generation ends when the text holds any of these, which it then ends before
+    stop             generation ends when the text holds any of these; it is cut before that
     logprobs         whether to return those of the chosen tokens, before temperature and top_*"""
 
     max_new_tokens: int = 64

@@ -12,8 +12,7 @@ All policies here serve requests in order of arrival and never skip the first in
 may exceed the token budget. On a first reading, skip what follows the line "Skip on a first
 reading", up to the policies, which are short.
 
-policies/ names them all, and has the ablations and newer ones. Read first: request.py. Read next:
-kv_cache.py."""
+policies/ has all others, and the names of all. Read first: request.py. Read next: kv_cache.py."""
 
 import math
 import time
@@ -67,12 +66,12 @@ class Scheduler:
 
     @property
     def requests(self) -> dict[int, Request]:
-        """By id, all that have not ended."""
+        """All requests that have not ended, by id."""
         return self.journal.requests
 
     @property
     def waiting(self) -> deque[Request]:
-        """The queue. A policy may replace it, by a list, too."""
+        """The queue. A policy may assign another one, even a list."""
         return self.journal.waiting
 
     @waiting.setter
@@ -100,7 +99,7 @@ class Scheduler:
         return [request for request in self.running if not request.is_decoding]
 
     def reserved(self, request: Request) -> int:
-        """How many tokens it gets memory for when it is admitted. More comes page by page."""
+        """How many tokens a request gets memory for when it is admitted; then it grows by pages."""
         return self.max_len
 
     def rank(self, request: Request) -> tuple[float, ...]:
@@ -134,7 +133,7 @@ class Scheduler:
         if len(self.running) >= self.max_batch:
             return None
         admission = self.plan_admission(request)
-        # cached pages that are in no block table count as free until they are acquired
+        # a cached page that is in no block table counts as free until it is taken
         needed_pages = admission.new_pages + self.pages.count_free(admission.cached_pages)
         if self.running:
             needed_pages += self.pages.total * self.watermark_percent // 100
@@ -171,7 +170,7 @@ class Scheduler:
         return self.batch
 
     def check_progress(self) -> None:
-        """Raise RuntimeError if schedule() made no batch, but there are requests, or lost ones."""
+        """Raise RuntimeError if there is no batch, although requests wait, run or were lost."""
         schedule = f"{type(self).__name__}.schedule()"
         schedulers: list[Scheduler] = self.journal.schedulers
         kept = {r.id for other in schedulers for r in (*other.running, *other.waiting)}
@@ -229,7 +228,7 @@ class Scheduler:
             self.requests.pop(request.id, None)
 
     def forget(self, preempted: list[int]) -> None:
-        """Run nothing, in an empty cache: these requests, by id, begin anew, see journal.py."""
+        """Start over: nothing runs, the cache is empty. `preempted` are ids, see journal.py."""
         self.pages = self.pages.emptied()
         self.batch = Batch()
         self.running = []
@@ -259,7 +258,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def grow(self, request: Request, tokens: int) -> None:
-        """Give a running request memory for so many tokens, which may cost it or others theirs."""
+        """Give a running request memory for so many tokens. Preempts others, or itself, for it."""
         while request.pages and len(request.pages) * self.pages.page_size < tokens:
             new_page = self.pages.allocate(1, after=request.pages[-1])
             if new_page is not None:

@@ -24,8 +24,8 @@ class Block(NamedTuple):
 
     first_row: int  # of q
     queries: int
-    keys: int  # read from the first on
-    mask: Tensor | None  # (queries * group, keys), or of the last keys; None: all are seen
+    keys: int  # how many are read, from the first on
+    mask: Tensor | None  # (queries * group, keys, or only the last of them); None: all are seen
 
 
 class ChunkPlan(NamedTuple):
@@ -45,8 +45,8 @@ class SDPA:
     n_kv_head, group, head_dim) -> (n_kv_head, length * group, head_dim): keys are read once per
     group."""
 
-    masks_past = True  # or only a chunk's own keys
-    key_block = 1  # of a chunk, keys are read in whole blocks
+    masks_past = True  # whether a mask covers all keys, or only a chunk's own
+    key_block = 1  # a chunk reads a multiple of so many keys
 
     def __init__(self, config: GPTConfig, cache: KVCache) -> None:
         self.cache = cache
@@ -95,10 +95,10 @@ class SDPA:
         return blocks
 
     def mask(self, start: int, length: int, keys: int) -> Tensor | None:
-        """The additive mask of queries start, start + 1, ... over the first `keys` keys.
+        """The additive mask of queries start, ..., start + length - 1 over the first `keys` keys.
 
-        (length * group, keys), or fewer columns: of the last keys, if all queries see those before.
-        None if they see all."""
+        It is (length * group, keys), without `masks_past` (length * group, keys - start): all
+        queries see the keys before. None if there is nothing to hide."""
         if start + 1 == keys:
             return None
         first = self.past - start  # the column of key 0
