@@ -211,7 +211,13 @@ class Comparison:
     def judge(self, name: str, run: Run) -> JudgedRun:
         """Whether a run met the SLO."""
         rule = self.servers[name].broken_rule
-        return capacity.judge(run, self.report["slo_s"], rule, rate_counts=self.rate_counts)
+        return capacity.judge(
+            run,
+            self.report["slo_s"],
+            rule,
+            ttft_slo_s=self.options.ttft_slo,
+            rate_counts=self.rate_counts,
+        )
 
     def keep(self, results: str, name: str, row: dict[str, Any]) -> None:
         """Keep the row of a server among the `results`, and write the report."""
@@ -237,7 +243,7 @@ def compare_runs(comparison: Comparison) -> None:
 
     def show() -> None:
         print()
-        print_runs(judged, slo_s)
+        print_runs(judged, options.ttft_slo, slo_s)
         print(report["conclusion"])
 
     def draw(file: str) -> None:

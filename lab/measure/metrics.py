@@ -321,6 +321,24 @@ def summarize_run(
     )
 
 
+def goodput(
+    completions: Sequence[Completion], seconds: float, *, ttft_slo_s: float, tbt_slo_s: float
+) -> float | None:
+    """How many requests per second met their SLOs, in a run of so many seconds; None of a run that
+    took no time.
+
+    They have finished, their TTFT is within its SLO, and 99 % of their TBTs are within theirs: the
+    mean of them, which other programs count, would hide a stall."""
+
+    def is_good(completion: Completion) -> bool:
+        if completion.finish_reason not in FINISHED or completion.ttft is None:
+            return False
+        p99_tbt_s = percentiles(completion.tbt).p99 or 0.0  # a single token has no TBT
+        return completion.ttft <= ttft_slo_s and p99_tbt_s <= tbt_slo_s
+
+    return _ratio(sum(map(is_good, completions)), seconds)
+
+
 def request_rows(
     completions: Iterable[Completion], iterations: Sequence[Iteration]
 ) -> Iterator[dict[str, Any]]:
