@@ -96,9 +96,9 @@ def site_folder(text: str) -> str:
 
 def pyodide_folder(text: str) -> str:
     """The type of a folder that has PYODIDE_FILES."""
-    missing = [name for name in PYODIDE_FILES if not (Path(text) / name).is_file()]
-    if missing:
-        raise ArgumentTypeError(f"{text}: has no {missing[0]}")
+    absent = [name for name in PYODIDE_FILES if not (Path(text) / name).is_file()]
+    if absent:
+        raise ArgumentTypeError(f"{text}: has no {absent[0]}")
     return text
 
 

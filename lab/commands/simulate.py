@@ -104,16 +104,16 @@ def resolve(parser: OptionParser, args: Namespace) -> SimulateOptions:
     return from_args(SimulateOptions, args)
 
 
-def check_names(parser: OptionParser, names: Sequence[str], known: Collection[str]) -> None:
-    """Exit with a message for a name in --only that is not known."""
-    unknown = [name for name in names if name not in known]
+def check_names(parser: OptionParser, names: Sequence[str], allowed: Collection[str]) -> None:
+    """Exit with a message for a name in --only that is not allowed."""
+    unknown = [name for name in names if name not in allowed]
     if unknown:
-        parser.error(f"--only {unknown[0]}: must be from {', '.join(known)}")
+        parser.error(f"--only {unknown[0]}: must be from {', '.join(allowed)}")
 
 
 def main(options: SimulateOptions) -> None:
     """Simulate the claims, print them and how many numbers came out, draw and write."""
-    done: dict[Claim, Finding] = {}
+    findings: dict[Claim, Finding] = {}
     workers = Workers(options.processes)
     setup = Setup(run=workers, requests=options.requests, cpu_s=options.cpu_ms / 1e3)
     print(f"{INTRODUCTION}Sarathi-Serve's and the post's: {setup}.\n")
@@ -127,13 +127,13 @@ def main(options: SimulateOptions) -> None:
                 if lab.picture and not finding.has_picture:
                     draw(finding, f"{claim.name}, simulated", lab.picture, None)
                 print(f"{markdown_of(claim, finding)}\n")
-                done[claim] = finding
+                findings[claim] = finding
     finally:
-        if done:  # also if this was interrupted
-            print_conclusion(done.values())
-            claims = [json_of(claim, finding) for claim, finding in done.items()]
+        if findings:  # also if this was interrupted
+            print_conclusion(findings.values())
+            claims = [json_of(claim, finding) for claim, finding in findings.items()]
             write_json(options, {"provenance": provenance(), "claims": claims})
-            wrote(options.json, *(picture_of(claim, options.plot) for claim in done))
+            wrote(options.json, *(picture_of(claim, options.plot) for claim in findings))
 
 
 def markdown_of(claim: Claim, finding: Finding) -> str:

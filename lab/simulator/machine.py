@@ -116,7 +116,7 @@ class ProfileCases(NamedTuple):
     """The batches that a FittedCost is fitted to, and others, which tell how well."""
 
     fitted: list[Case]
-    others: list[Case]
+    held_out: list[Case]
 
 
 def profile_cases(max_len: int) -> ProfileCases:
@@ -136,8 +136,8 @@ def profile_cases(max_len: int) -> ProfileCases:
         *grid([512], [max_len], [0]),
     ]
     contexts = (max_len // 32, max_len // 2, max_len)
-    others = grid((0, min(48, longest), min(300, longest)), contexts, (0, 6, 12))
-    return ProfileCases(fitted, list(others))
+    held_out = grid((0, min(48, longest), min(300, longest)), contexts, (0, 6, 12))
+    return ProfileCases(fitted, list(held_out))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class FittedMachine(CountingMachine):
         self.micro_batches = real.micro_batches
         cases = profile_cases(max_len)
         count = len(cases.fitted)
-        rows, drift = _time(real, [*cases.fitted, *cases.others], max_len, attention)
+        rows, drift = _time(real, [*cases.fitted, *cases.held_out], max_len, attention)
         timed = [(row.shape, row.seconds) for row in rows]
         busy = drift > timing.BUSY
         cost = FittedCost([timed[:count]])
@@ -183,7 +183,7 @@ class FittedMachine(CountingMachine):
         )
         self.notes = (
             f"{real.notes}fitted to {count} batches\n"
-            f"predictions of {len(cases.others)} others: {timing.TOO_BUSY if busy else quality}\n"
+            f"predictions of {len(cases.held_out)} others: {timing.TOO_BUSY if busy else quality}\n"
         )
 
 
