@@ -39,11 +39,11 @@ from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import LINKS
 from lab.simulator.machine import VOCABULARY, base_of
 from lab.simulator.pools import KVLink, simulate_pools
-from lab.simulator.referee import broken_rules, mark_broken
 from page.html import Costs, Editor, RowCosts, packed_inline, page
 from page.records import Recorder
 from page.site import write_packed, write_runs
 from policies.pools import Pools
+from policies.trial import broken_rules, mark_broken
 from runtime.files import new_file
 
 TRACE = Path(__file__).parents[1] / "claims" / "a_to_d.csv"  # A and B, then C and D

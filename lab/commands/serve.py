@@ -52,11 +52,11 @@ from lab.measure.workload import Arrival
 from lab.simulator.devices import LINKS, Link
 from lab.simulator.machine import CountingMachine, FittedMachine, SimulatedMachine
 from lab.simulator.pools import KVLink, simulate_pools
-from lab.simulator.referee import broken_rules
 from page.html import page
 from page.records import Recorder, instance_names
 from parallel.instances import ChunkedPoolsEngine, PoolsEngine
 from parallel.shard import Shard
+from policies.trial import broken_rules
 
 __all__ = ["add_options", "main", "resolve"]
 

@@ -18,7 +18,7 @@ from lab.measure.machine import Machine
 from lab.measure.run_loop import Run
 from lab.measure.token_budget import MAX_DELAY_S, MULTIPLES
 from lab.measure.workload import Arrival
-from lab.simulator.referee import mark_broken
+from policies.trial import mark_broken
 
 NOTE = """
 TTFT, delay: from arrival to the first token, to being scheduled; beside prefill: TBTs with others' prefill in them,
