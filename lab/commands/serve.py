@@ -121,15 +121,26 @@ def make_workload(options: LoadOptions) -> tuple[ArrivalsAt, str]:
 def make_machine(options: ServeOptions) -> Machine:
     """The machine of --simulate, or this one. Raises ValueError for options that make no sense
     together."""
-    sizes = {"chunk": options.chunk, "max_len": options.max_len}
-    prompts = {"seed": options.seed, "shared_prefix": options.shared_prefix}
     name = options.model.name
-    if options.is_elsewhere:
-        cost = options.cost()
-        return SimulatedMachine(cost, name, replicas=options.replicas, **sizes, **prompts)
-    model = load_model(options.model, options.max_len, positions_from="--max-len")
     attention = options.model.attention
-    real = RealMachine(model, name, attention=attention, **sizes, **prompts)
+    make_prompts = partial(workload.prompts, seed=options.seed, shared=options.shared_prefix)
+    if options.is_elsewhere:
+        return SimulatedMachine(
+            options.cost(),
+            name,
+            replicas=options.replicas,
+            max_len=options.max_len,
+            chunk=options.chunk,
+            make_prompts=make_prompts,
+        )
+    real = RealMachine(
+        load_model(options.model, options.max_len, positions_from="--max-len"),
+        name,
+        chunk=options.chunk,
+        max_len=options.max_len,
+        attention=attention,
+        make_prompts=make_prompts,
+    )
     if options.simulate != THIS:
         return real
     is_alone = options.command != "serve"
@@ -181,12 +192,7 @@ def pooled_servers(
                     kv_link=kv_link,
                     cuts_prompts=cuts_prompts,
                 )
-                servers[name] = CountingMachine(
-                    run,
-                    seed=options.seed,
-                    shared_prefix=options.shared_prefix,
-                    drift=server.drift,
-                ).serve
+                servers[name] = CountingMachine(run, server.make_prompts, server.drift).serve
     return servers
 
 
