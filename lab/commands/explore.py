@@ -28,9 +28,8 @@ from cli.options import (
     write_text,
     wrote_page,
 )
-from config import EngineConfig
 from lab.explore.bundle import PYODIDE, PYODIDE_FILES, bundle, editor
-from lab.explore.runs import CHUNKS, MAX_BATCH, MAX_LEN, MODEL, PAGE_SIZE, Load, record_run
+from lab.explore.runs import CHUNKS, MAX_BATCH, MAX_LEN, MODEL, Load, record_run
 from lab.measure import workload
 from lab.measure.capacity import estimated_qps, slo_seconds
 from lab.measure.run_plan import goes_by_chunk
@@ -217,16 +216,9 @@ def simulate_all(
 def record_pools(load: Load) -> Recorder:
     """Simulate a load on two pools, and record it: whole prompts, sent layer by layer."""
     cost = CostModel.named(MODEL)
-    config = EngineConfig(
-        chunk=int(CHUNKS[-1]),
-        max_batch=MAX_BATCH,
-        max_len=load.max_len,
-        page_size=PAGE_SIZE,
-        pages=load.tokens // PAGE_SIZE,
-    )
     recorder = Recorder()
     kv_link = KVLink.of(cost, LINKS[KV_LINK])
-    simulated = simulate_pools(cost, config, load.arrivals, POOLS, kv_link, recorder=recorder)
+    simulated = simulate_pools(cost, load.config, load.arrivals, POOLS, kv_link, recorder=recorder)
     recorder.add_transfers(simulated.run.transfers)
     return recorder
 

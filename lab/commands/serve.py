@@ -207,6 +207,7 @@ class Comparison:
     report: dict[str, Any]
     machine: MachineInfo
     rate_counts: bool = False  # see metrics.missed
+    replicas: int = 1  # whose batches are apart, as those of the stages of a pipeline are not
 
     def run(self, name: str, qps: float | None, recorder: Recorder | None = None) -> Run:
         """Let a server serve the load at this rate."""
@@ -274,16 +275,13 @@ def compare_runs(comparison: Comparison) -> None:
                 keep(name, interrupt.run)
                 raise
             if name in recorders:
-                name_instances(recorders[name], run, options)
+                name_instances(recorders[name], run, comparison.replicas)
             keep(name, run)
 
 
-def name_instances(recorder: Recorder, run: Run, options: LoadOptions) -> None:
+def name_instances(recorder: Recorder, run: Run, replicas: int) -> None:
     """Let the page have a lane for each instance: of two pools, with what is sent between them, or
     of replicas."""
-    replicas = 1
-    if isinstance(options, ServeOptions) and options.model.pp == 1:
-        replicas = options.replicas
     if run.transfers:
         recorder.add_transfers(run.transfers)
     elif "prefills" not in recorder.settings and replicas > 1:
@@ -398,6 +396,7 @@ def main(options: ServeOptions) -> dict[str, Any]:
         report=report,
         machine=machine.info,
         rate_counts=options.requests >= options.fewest_requests,
+        replicas=options.replicas if options.model.pp == 1 else 1,
     )
     if isinstance(options, CapacityOptions):
         compare_capacities(comparison, start, options.ratio)
