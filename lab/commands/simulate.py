@@ -10,7 +10,7 @@ import math
 import os
 import pickle
 import signal
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
@@ -50,9 +50,17 @@ S is SARATHI, SS is Sarathi-Serve, B a post on schedulers; F a figure, T a table
 """
 
 
-def split_names(text: str) -> list[str]:
-    """The names in a text with commas."""
-    return [name.strip() for name in text.split(",")]
+def names_from(allowed: Collection[str]) -> Callable[[str], list[str]]:
+    """The type of a text of these names, with commas."""
+
+    def parse_names(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        for name in names:
+            if name not in allowed:
+                raise ArgumentTypeError(f"{name}: must be from {', '.join(allowed)}")
+        return names
+
+    return parse_names
 
 
 def processes_option(help: str) -> Any:
@@ -72,7 +80,7 @@ class SimulateOptions:
     command: str
     only: list[str] = option(
         "from " + ", ".join(f"{name} ({each.ids})" for name, each in EXPERIMENTS.items()),
-        type=split_names,
+        type=names_from(EXPERIMENTS),
         default=list(EXPERIMENTS),
         default_text="all",
     )
@@ -99,16 +107,8 @@ def add_options(parser: OptionParser) -> None:
 
 
 def resolve(parser: OptionParser, args: Namespace) -> SimulateOptions:
-    """The options. Exits with a message if there is no such experiment."""
-    check_names(parser, args.only, EXPERIMENTS)
+    """The options."""
     return from_args(SimulateOptions, args)
-
-
-def check_names(parser: OptionParser, names: Sequence[str], allowed: Collection[str]) -> None:
-    """Exit with a message for a name in --only that is not allowed."""
-    unknown = [name for name in names if name not in allowed]
-    if unknown:
-        parser.error(f"--only {unknown[0]}: must be from {', '.join(allowed)}")
 
 
 def main(options: SimulateOptions) -> None:
