@@ -32,7 +32,8 @@ def test_goodput_counts_finished_requests_within_both_slos():
 
 
 def test_serve_counts_goodput_by_both_options(tmp_path, capsys):
-    report, rows = tmp_path / "serve.json", tmp_path / "serve.csv"
+    report = tmp_path / "serve.json"
+    rows = tmp_path / "serve.csv"
     machine = "--simulate a100-80gb --preset llama3-8b --max-len 1024 --policies sarathi-serve"
     load = "--requests 60 --qps 20 --slo 0.02 --ttft-slo 0.05"
     files = f"--json {report} --csv {rows}"
