@@ -152,9 +152,7 @@ def small(monkeypatch):
     monkeypatch.setattr(command, "resolve", resolve_small)
 
 
-@pytest.mark.parametrize(
-    "part, kept", [("by_link", ["targets", "ratios", "sizes"]), ("rows", [])]
-)
+@pytest.mark.parametrize("part, kept", [("by_link", ["targets", "ratios", "sizes"]), ("rows", [])])
 @pytest.mark.usefixtures("small")
 def test_an_interrupt_keeps_the_sweeps_that_are_done(part, kept, tmp_path, monkeypatch):
     monkeypatch.setattr(Sweep, part, Mock(side_effect=KeyboardInterrupt))
