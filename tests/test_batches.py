@@ -40,6 +40,7 @@ TEXTS = {  # and the batches of each, with (tokens, the length where they end)
     "5@8 + 2x1@7": [[(5, 8), (1, 7), (1, 7)]],
     "4/2 + 1@9, 7": [[(2, 2), (1, 9)], [(2, 4), (1, 9)], [(7, 7)]],
     "2 * 4/2, 3x1@6": [[(2, 2)], [(2, 4)], [(2, 2)], [(2, 4)], [(1, 6)] * 3],
+    "4@10/3": [[(3, 9)], [(1, 10)]],
     "2x6/3": [[(3, 3)] * 2, [(3, 6)] * 2],
 }
 WRONG = ["", "a", "0", "4@3", "1@0", "2x", "x2", "4/0", "0x4", "4,", "4+", "-1 * 4", "a=", "4.5"]
@@ -75,17 +76,6 @@ def test_a_text_that_is_no_batch_is_refused(text, capsys):
         bench.parse_args(["batches", "--", text])
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "must be" in err
-
-
-def test_batches_are_made_by_name_and_are_of_requests_with_a_page_each():
-    assert decodes(2, context=9) == ((1, 9), (1, 9))
-    assert prompts(2, 8) == ((8, 8), (8, 8))
-    assert chunks_of(5, 2) == [((2, 2),), ((2, 4),), ((1, 5),)]
-    assert chunks_of(4, 3, context=10) == [((3, 9),), ((1, 10),)]
-    chunk, decode = spans_of(batch_of((4, 10), (1, 7)))
-    assert (chunk.start, chunk.length, chunk.end, chunk.pages) == (6, 4, 10, [0])
-    assert (decode.start, decode.length, decode.end, decode.pages) == (6, 1, 7, [1])
-    assert not chunk.yields_token and spans_of(batch_of((1, 7)), True)[0].yields_token
 
 
 def stopwatch(monkeypatch, ms_of=lambda key: 1.0, spread=0.1, at=lambda key, run: run()):
@@ -205,21 +195,20 @@ def test_intensity_is_flops_over_all_that_is_moved_once():
     config = GPTConfig("llama", 64, 3, 4, 64, n_kv_head=2, n_inner=96, max_positions=32)
     model = GPT(config, torch.device("cpu"), torch.bfloat16)
     intensity = intensities(model, [batch_of((4, 10), (1, 8)), batch_of((2, 2))])
-    # 5 rows, then 2; 16 bits; columns of q, k and v: 64 + 2 * 32
+    # two batches of 7 rows in all; 16 bits; columns of q, k and v: 64 + 2 * 32
     shapes = {"preproj": (64, 128), "postproj": (64, 64), "ffn_ln1": (64, 192), "ffn_ln2": (96, 64)}
-    all_flops = 0
-    all_bytes = 0
-    for name, (rows_in, rows_out) in shapes.items():
-        flops = sum(2 * rows * rows_in * rows_out for rows in (5, 2))
-        moved = sum(2 * (rows_in * rows_out + rows * (rows_in + rows_out)) for rows in (5, 2))
-        assert intensity[name] == pytest.approx(flops / moved)
-        all_flops += flops
-        all_bytes += moved
-    assert intensity["products"] == pytest.approx(all_flops / all_bytes)
+    flops = {name: 2 * 7 * rows * columns for name, (rows, columns) in shapes.items()}
+    moved = {
+        name: 2 * (2 * rows * columns + 7 * (rows + columns))
+        for name, (rows, columns) in shapes.items()
+    }
+    for name in shapes:
+        assert intensity[name] == pytest.approx(flops[name] / moved[name])
+    assert intensity["products"] == pytest.approx(sum(flops.values()) / sum(moved.values()))
     pairs = 7 + 8 + 9 + 10 + 8 + 1 + 2  # visible keys; four heads of 16, q k and p v
     keys = 10 + 8 + 2  # K and V of two heads; q and out of four
-    moved = 2 * (2 * keys * 32 + 2 * 7 * 64)
-    assert intensity["attention"] == pytest.approx(4 * pairs * 64 / moved)
+    moved_bytes = 2 * (2 * keys * 32 + 2 * 7 * 64)
+    assert intensity["attention"] == pytest.approx(4 * pairs * 64 / moved_bytes)
 
 
 def batch_time(ms, *, spread=0.0, busy=False, **launch):
@@ -245,27 +234,22 @@ def test_batches_that_follow_each_other_are_added_up(monkeypatch):
     sequences = {"16/8": chunks_of(16, 8), "three": [*[decodes(2, 5)] * 3, prompts(1, 8)]}
     chunked, three = time_sequences(tiny_model(), MACHINE, sequences).values()
     assert len(timed) == 3  # one that occurs twice is timed once
-    assert chunked.total_ms == 3 and three.attention_ms == 31
-    assert chunked.tokens == 16 and three.tokens == 14
+    assert (chunked.total_ms, chunked.tokens, chunked.busy) == (3, 16, True)
     assert chunked.tokens_per_ms == pytest.approx(16 / 3)
-    assert chunked.busy and not three.busy
+    assert (three.attention_ms, three.tokens, three.busy) == (31, 14, False)
     assert three.spread == 0.1 and three.launch_ms is None
-    gpu = [batch_time(9.0, launch_ms=6.0, device_ms=8.0)] * 2
-    added = add_up(tiny_model(), chunks_of(16, 8), gpu)
-    assert (added.launch_ms, added.device_ms, added.launch_bound) == (12.0, 16.0, False)
 
 
 def test_the_table_of_a_gpu_tells_launches_from_kernels(capsys):
     """That of a CPU has no such columns: it computes what it launches."""
-    times = {
-        "6x1@8": batch_time(7.0, launch_ms=6.5, device_ms=2.25),
-        "8": batch_time(9.0, launch_ms=6.0, device_ms=8.0),
-    }
     model = tiny_model()
-    rows = {name: add_up(model, named_sequence(name)[1], [time]) for name, time in times.items()}
+    bound = [batch_time(7.0, launch_ms=6.5, device_ms=2.25)] * 2
+    quick = [batch_time(9.0, launch_ms=6.0, device_ms=8.0)] * 2
+    rows = {"6x1@8": add_up(model, [decodes(6, 8)] * 2, bound)}
+    rows["16/8"] = add_up(model, chunks_of(16, 8), quick)
     command.print_batches(rows)
     text = capsys.readouterr().out
-    assert "launch | device |" in text and "|   6.50 |   2.25 |" in text
+    assert "launch | device |" in text and "|  13.00 |   4.50 |" in text
     assert "bound by launches, not by the device: 6x1@8\n" in text
     command.print_batches({"8": add_up(model, [prompts(1, 8)], [batch_time(9.0)])})
     assert "launch" not in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from itertools import count, pairwise
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -13,8 +12,9 @@ import bench
 from lab.commands import offline
 from lab.measure import metrics, offline_load, timing, workload
 from lab.measure.decode_maximal import DecodeMaximal, HybridTime, measure_decode_maximal
-from lab.measure.offline_load import OfflineLoad, PolicyRun, policy_runs, run_policies
-from lab.measure.run_loop import LoadRun, Run
+from lab.measure.load_run import Clock
+from lab.measure.offline_load import OfflineLoad, PolicyRun, policy_runs
+from lab.measure.run_loop import Run
 from policies.observers import ChunkRecord, Iteration
 from request import Completion
 from tests.helpers import machine_info, tiny_model
@@ -58,10 +58,8 @@ def test_a_cost_below_the_noise_is_not_a_speedup(spread, busy, monkeypatch):
     promised = (10 * 140 / 20 + 20 * 2 / 3) / (12 * 140 / 20)
     assert table.promised_gain == pytest.approx(promised)
     rows = table.rows.values()
-    assert [(row.prefill_tokens, row.decodes) for row in rows] == [
-        *[(20, 0), (10, 0)],
-        *[(0, 3), (10, 2)],
-    ]
+    assert [row.prefill_tokens for row in rows] == [20, 10, 0, 10]
+    assert [row.decodes for row in rows] == [0, 0, 3, 2]
     assert [row.prefill_token_ms for row in rows] == [10, 10, None, 10]
     assert [row.decode_token_ms for row in rows] == [None, None, 10, 5]
     assert table.speedup == (pytest.approx(10 / 5) if not busy else None)
@@ -212,8 +210,7 @@ def test_rows_of_the_policies_summarize_their_runs():
     runs = {"vllm": run_of(STALLING + FULL, 2.0), "request-level": run_of(STALLING, 4.0)}
     rows = policy_runs(["vllm", "sarathi", "request-level"], runs, batch=3)
     assert list(rows) == ["request-level", "vllm"]
-    base = rows["request-level"]
-    report = offline.row_json(base)
+    base = offline.row_json(rows["request-level"])
     expected = {
         "iterations": 3,
         "tokens_per_iteration": 6,
@@ -223,13 +220,17 @@ def test_rows_of_the_policies_summarize_their_runs():
         "whole_run_tokens_per_s": (6 + 1 + 6 + 3) / 4,
         "whole_run_gain": 1,
     }
-    assert {key: report[key] for key in expected} == pytest.approx(expected)
-    assert base.tokens_per_s is base.gain is report["tokens_per_s"] is None and not base.busy
+    assert {key: base[key] for key in expected} == pytest.approx(expected)
+    assert base["tokens_per_s"] is base["gain"] is None
     assert rows["vllm"].tokens_per_s == pytest.approx(16 / 5)
     assert rows["vllm"].whole_run_gain == 2 and rows["vllm"].gain is None  # the base has none
 
-    runs["request-level"] = run_of(STALLING + FULL, 4.0)
-    runs["vllm"] = run_of(STALLING + FAST, 2.0, drift=0.3)
+
+def test_a_gain_is_over_the_full_rounds_of_request_level():
+    runs = {
+        "request-level": run_of(STALLING + FULL, 4.0),
+        "vllm": run_of(STALLING + FAST, 2.0, drift=0.3),
+    }
     rows = policy_runs(["vllm", "request-level"], runs, batch=3)
     assert rows["request-level"].gain == 1 and rows["vllm"].gain == pytest.approx(2)
     assert rows["vllm"].busy and not rows["request-level"].busy
@@ -237,46 +238,46 @@ def test_rows_of_the_policies_summarize_their_runs():
     assert alone.gain is alone.whole_run_gain is None  # request-level was not run
 
 
-def test_the_engine_that_has_used_the_least_time_is_next(monkeypatch):
+class PretendedLoad:
+    """A load of so many steps, each of which takes so long on a clock of its own and on all."""
+
+    def __init__(self, name, steps, step_s, now, order):
+        self.name = name
+        self.steps = steps
+        self.step_s = step_s
+        self.now = now
+        self.order = order
+        self.iterations = []
+
+    def step(self):
+        if not self.steps:
+            return False
+        self.steps -= 1
+        self.order.append(self.name)
+        self.now[0] += self.step_s
+        self.iterations.append(STALLING[0])  # of 12 tokens
+        return True
+
+    def result(self):
+        return f"run of {self.name}"
+
+
+def test_the_engine_that_has_used_the_least_time_is_next():
     """Its clock stands still while it is the turn of others, and its run is there when it is done,
     so that an interrupt of the others does not lose it."""
-    used_s = {}  # of each that is not done
+    now = [0.0]
     order = []
-    looks = count()  # a look at the clock takes 1 s
-
-    class Spy(LoadRun):
-        def __init__(self, *args, **settings):
-            super().__init__(*args, **settings)
-            used_s[self] = 0.0
-
-        def step(self):
-            clock_s = self.server.clock()
-            assert used_s[self] < clock_s <= min(used_s.values()) + 2  # and two looks
-            order.append(self)
-            alive = super().step()
-            if alive:
-                used_s[self] = self.server.clock()
-            else:
-                del used_s[self]
-            return alive
-
-    monkeypatch.setattr(offline_load, "LoadRun", Spy)
-    monkeypatch.setattr(offline_load.time, "perf_counter", lambda: float(next(looks)))
+    loads = {
+        "slow": PretendedLoad("slow", 2, 5.0, now, order),
+        "quick": PretendedLoad("quick", 4, 2.0, now, order),
+    }
+    clocks = {name: Clock(lambda: now[0]) for name in loads}
     tokens = []
-    policies = ["vllm", "request-level", "sarathi"]
-    load = load_of()
-    runs = {}
-    for name, run in run_policies(tiny_model(), policies, load, chunk=12, progress=tokens.append):
-        runs[name] = run
-        assert len(used_s) == 3 - len(runs)  # as soon as it is done
-    turns = [pair for pair in pairwise(order) if pair[0] is not pair[1]]
-    assert len(set(order)) == 3 and len(turns) > 3  # not one after the other
-    assert runs.keys() == {*policies} and sum(tokens) == 3 * load.tokens
-    rows = policy_runs(policies, runs, load.batch)
-    assert all(row.gain > 0 and row.whole_run_gain > 0 for row in rows.values())
-    for each in order:
-        assert len(each.completions) == 7
-        assert all(a.start < a.end < b.start for a, b in pairwise(each.iterations))
+    turns = offline_load.take_turns(loads, clocks, tokens.append)
+    assert next(turns) == ("quick", "run of quick")
+    assert order == ["slow", "quick", "quick", "quick", "slow", "quick"]  # 5 s, 6 s, 10 s, 8 s
+    assert list(turns) == [("slow", "run of slow")]
+    assert tokens == [12] * 6
 
 
 def test_the_load_is_balanced_and_the_same_for_all():
@@ -302,35 +303,35 @@ def policy_run(longest_stall_s, *, gain=None, busy=False):
     return PolicyRun(run=None, summary=summary, busy=busy, tokens_per_s=None, gain=gain)
 
 
-@pytest.mark.parametrize("busy", ["", "table", "policies"])
-def test_the_conclusion_says_what_was_measured(busy):
-    decode_only = hybrid_time(7, total_ms=63.0, products_ms=7.0, busy=busy == "table")
-    rows = {
-        "vllm": policy_run(1.1149, busy=busy == "policies"),
-        "sarathi": policy_run(0.25, gain=1.0),
-    }
+def conclusion(*, rows_busy=False, gain=1.0, decode_only=None, **rows):
+    """What is concluded of a table and of two policies, in one line."""
+    decode_only = decode_only or hybrid_time(7, total_ms=63.0)
+    table = table_2(decode_only=decode_only, prompt=hybrid_time(0, head_ms=0.0), **rows)
+    runs = {"vllm": policy_run(1.1149, busy=rows_busy), "sarathi": policy_run(0.25, gain=gain)}
+    return " ".join(offline.conclude(table, runs, 32, {}).split())
 
-    def conclude(**changes):
-        table = table_2(decode_only=decode_only, prompt=hybrid_time(0, head_ms=0.0), **changes)
-        return " ".join(offline.conclude(table, rows, 32, {}).split())
 
-    text = conclude()
-    promised = f"bare products promise {(7 * 1 + 6 * 7 / 7) / 13:.2f}x request-level's"
-    parts = {
-        "policies": "3. Longest stalls, which chunks are for: vllm 1.11 s, sarathi 0.25 s. ",
-        "table": "Cost of a decode: 8.00 ms in a batch of its own, 2.00 ms riding with a chunk. ",
-        "both": f"Throughput at chunk 32: {promised}, sarathi runs at 1.00x.",
-    }
-    for part, sentence in parts.items():
-        is_sure = part != busy and not (busy and part == "both")
-        subject = sentence.split(":")[0]
-        assert (sentence in text) == is_sure
-        assert (f"{subject}: {timing.TOO_BUSY}." in text) != is_sure
-    if not busy:
-        noise = hybrid_time(6, total_ms=7.0)
-        assert "own, less than the noise riding with a chunk." in conclude(decode_maximal=noise)
-        rows["sarathi"] = policy_run(0.25)
-        assert conclude().endswith(f"{promised}.")
+STALLS = "3. Longest stalls, which chunks are for: vllm 1.11 s, sarathi 0.25 s."
+COST = "Cost of a decode: 8.00 ms in a batch of its own, 2.00 ms riding with a chunk."
+PROMISED = f"bare products promise {(7 * 1 + 6 * 7 / 7) / 13:.2f}x request-level's"
+THROUGHPUT = f"Throughput at chunk 32: {PROMISED}, sarathi runs at 1.00x."
+
+
+def test_the_conclusion_says_what_was_measured():
+    assert conclusion() == f"{STALLS} {COST} {THROUGHPUT}"
+    assert conclusion(gain=None).endswith(f"{PROMISED}.")
+    noise = hybrid_time(6, total_ms=7.0)
+    assert "own, less than the noise riding with a chunk." in conclusion(decode_maximal=noise)
+
+
+def test_nothing_is_concluded_from_what_was_measured_on_a_busy_machine():
+    def of_busy(sentence):
+        return f"{sentence.split(':')[0]}: {timing.TOO_BUSY}."
+
+    no_throughput = of_busy(THROUGHPUT)
+    assert conclusion(rows_busy=True) == f"{of_busy(STALLS)} {COST} {no_throughput}"
+    busy = hybrid_time(7, total_ms=63.0, busy=True)
+    assert conclusion(decode_only=busy) == f"{STALLS} {of_busy(COST)} {no_throughput}"
 
 
 def test_the_table_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
@@ -356,12 +357,12 @@ def test_the_table_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
     assert plot_file.exists()
 
 
-@pytest.mark.parametrize("flops, ridge", [(3e9, 2.0), (80e9, 0.4)])
-def test_limits_that_would_be_printed_as_0_are_none(flops, ridge):
-    small = machine_info(flops_per_s=flops, bytes_per_s=20e9, ridge_tokens=ridge)
-    assert offline.limits_line(small).startswith("measured limits: none, ")
-    large = machine_info(flops_per_s=80e9, bytes_per_s=20e9, ridge_tokens=8.0)
-    assert "0.08 TFLOP/s" in offline.limits_line(large)
+@pytest.mark.parametrize(
+    "flops, ridge, text", [(3e9, 2.0, "none, "), (80e9, 0.4, "none, "), (80e9, 8.0, "0.08 TFLOP/s")]
+)
+def test_limits_that_would_be_printed_as_0_are_none(flops, ridge, text):
+    info = machine_info(flops_per_s=flops, bytes_per_s=20e9, ridge_tokens=ridge)
+    assert offline.limits_line(info).startswith(f"measured limits: {text}")
 
 
 def test_an_interrupt_before_anything_is_measured_leaves_the_files(monkeypatch, tmp_path):
