@@ -345,6 +345,7 @@ def main():
     finally:
         print("kept")
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job ignores
 console.TWICE_S = {}
 console.run(main)
 """

@@ -87,6 +87,12 @@ def test_samples_shrink_for_a_small_model_and_stay_for_a_large_one(name):
     assert sample_lengths(name, 500, 100 * limit, seed=1) == full
 
 
+def test_rounding_up_never_takes_the_last_token(monkeypatch):
+    uneven = workload.LengthStatistics((10, 11), (80, 90), 100)
+    monkeypatch.setitem(LENGTHS, "arxiv", uneven)
+    assert set(sample_lengths("arxiv", 100, 2, seed=0)) == {(1, 1)}  # 0.2 and 1.6 of 2 tokens
+
+
 def test_samples_depend_on_the_seed_and_fewer_are_the_first_of_them():
     samples = sample_lengths("sharegpt4", 300, 8192, seed=5)
     assert sample_lengths("sharegpt4", 50, 8192, seed=5) == samples[:50]
