@@ -36,6 +36,7 @@ from lab.measure.workload import Arrival, chats, prompts
 from model import GPT
 from parallel.stages import ParallelEngine
 from policies import POLICIES
+from request import Service
 from sampling import SamplingParams
 from tests.helpers import alone, tiny_model
 
@@ -137,21 +138,12 @@ def test_no_request_runs_before_arrival_or_waits_for_an_idle_engine():
     assert run.iterations[0].start < meanwhile.arrival < meanwhile.scheduled
 
 
-def test_classes_and_targets_come_with_the_arrival(monkeypatch):
-    added = []
-    add = Engine.add_request
-    names = ("priority", "ttft_slo", "tbt_slo", "user")
-
-    def watched(self, *args, **more):
-        if "request_id" in more:  # not of the warm-up
-            added.append(tuple(more.get(name) for name in names))
-        return add(self, *args, **more)
-
-    monkeypatch.setattr(Engine, "add_request", watched)
-    targets = [("low", None, None, "ann"), ("realtime", 0.5, 0.1, "bob")]
-    arrivals = [Arrival(0.0, 8, 4, *rest, user=user) for *rest, user in targets]
-    run = serve_small("priority", arrivals=arrivals)
-    assert added == targets and [c.priority for c in run.completions] == [3, 0]
+def test_classes_and_targets_come_with_the_arrival():
+    engine = Engine(Silent(), replace(SMALL, policy="priority"))
+    server = EngineServer(engine, Clock(lambda: 0.0))
+    server.add(7, Arrival(0.5, 8, 4, "realtime", 0.5, 0.1, user="bob"), [1] * 8)
+    request = engine.scheduler.requests[7]
+    assert (request.arrival, request.service) == (0.5, Service(0, 0.5, 0.1, "bob"))
 
 
 def test_a_run_counts_preemptions_and_the_time_outside_the_forward_pass():

@@ -8,12 +8,13 @@ import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import Mock
 
 import pytest
+from tqdm import tqdm
 
 import bench
 from cli.console import explain
-from lab.commands import serve as serving
 from lab.measure import remote_server
 from lab.measure.capacity import judge
 from lab.measure.remote_server import RemoteServer
@@ -182,7 +183,6 @@ GARBAGE = [  # events
     *(b"[]", b"5", b"{", b"\xff\xfe", b"[" * 100_000, b'{"choices": {"a": 1}}', b'{"usage": []}'),
     *(b'{"error": "\x1b[2J"}', b'{"error": "\\u001b[2J' + b"x" * 10**5 + b'"}'),
 ]
-WHOLE = b'{"choices": [{"text": "xx"}], "usage": {"completion_tokens": 2}}'
 ANSWERS = {
     **{f"says {text:.12} tokens": TOKEN + usage_of(text) for text in LIES},
     **{f"event {event[:20]}": TOKEN + b"data: " + event + b"\n" for event in GARBAGE},
@@ -190,22 +190,34 @@ ANSWERS = {
     "events without end": Forever(b"data: {}\n"),
     "a line without end": Forever(b""),
     "nothing": b"",
-    "the last event was none": WHOLE,  # it does not stream
-    "a shard died": b'data: {"error": "a shard died"}\n\ndata: [DONE]\n\n',
 }
+
+
+SAID = [  # what another server answers, and what the line says of it
+    (b'{"choices": [{"text": "xx"}], "usage": {"completion_tokens": 2}}', "last event was none"),
+    (TOKEN, "no usage: the last event was"),
+    (b'data: {"error": "a shard died"}\n\ndata: [DONE]\n\n', "a shard died"),
+]
+
+
+def complaint_about(answer, monkeypatch):
+    """What is said of a server that answers this to a request."""
+    response = io.BytesIO(answer) if isinstance(answer, bytes) else answer
+    monkeypatch.setattr(RemoteServer, "_open", lambda *_: response)
+    with pytest.raises(ConnectionError) as failed:
+        RemoteServer("http://a", model="x").serve([Arrival(0.0, 3, output_len=4)], [[1, 2, 3]])
+    return str(failed.value)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_no_answer_takes_memory_or_time_and_each_is_one_line(name, monkeypatch):
-    answer = ANSWERS[name]
-    response = io.BytesIO(answer) if isinstance(answer, bytes) else answer
-    monkeypatch.setattr(RemoteServer, "_open", lambda *_: response)
-    arrivals = [Arrival(0.0, 3, output_len=4)]
-    with pytest.raises(ConnectionError) as failed:
-        RemoteServer("http://a", model="x").serve(arrivals, [[1, 2, 3]])
-    line = str(failed.value)
+    line = complaint_about(ANSWERS[name], monkeypatch)
     assert line.startswith("--url http://a: ") and line.isprintable() and len(line) < 600
-    assert name in line or name not in ("the last event was none", "a shard died")
+
+
+@pytest.mark.parametrize("answer, message", SAID)
+def test_what_is_wrong_with_an_answer_is_said(answer, message, monkeypatch):
+    assert message in complaint_about(answer, monkeypatch)
 
 
 MODELS = ["[]", "{", '{"data": {}}', '{"data": [{"id": 5}]}', '{"data": [{}]}', "[" * 100_000]
@@ -242,21 +254,11 @@ def test_control_characters_in_a_models_name_are_shown(monkeypatch, capsys):
 
 
 def test_an_interrupt_keeps_the_requests_that_have_ended(tmp_path, monkeypatch):
-    class Bar:
-        def __init__(self, **_):
-            pass
-
-        __enter__ = lambda self: self  # noqa: E731
-        __exit__ = lambda self, *_: None  # noqa: E731
-
-        def update(self):
-            raise KeyboardInterrupt
-
     def answer(server, path, body):
         assert len(body["prompt"]) == 3 or time.sleep(9)
         return io.BytesIO(TOKEN + usage_of("1"))
 
-    monkeypatch.setattr(serving, "tqdm", Bar)
+    monkeypatch.setattr(tqdm, "update", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(RemoteServer, "_open", answer)
     words = "--url http://a --model x --qps 99 --slo 1 --requests 2 --lengths 3+1,8+1"
     with pytest.raises(KeyboardInterrupt):
