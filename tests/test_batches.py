@@ -115,56 +115,37 @@ def test_parts_of_an_iteration_add_up(monkeypatch):
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_a_batch_is_launched_as_it_is_computed_and_not_waited_for(monkeypatch, head):
-    """On a GPU its row has the times of CPU and GPU. `greedy`, which waits, is not called."""
-    rows = []
+def test_on_a_gpu_the_whole_is_what_one_waits_for_and_the_parts_are_its_own_times(
+    monkeypatch, head
+):
+    """A part that waits for launches could be longer than the whole. A launch is computed as the
+    batch is, and not waited for: `greedy`, which waits, is not called."""
+    device_ms = {"attention": 20.0, "launch": 70.0}
+    logits = []  # how many, of each batch
+    timed = set()
 
     def launch_timings(launches, device):
         with monkeypatch.context() as patch:
             patch.setattr(Runner, "greedy", None)
             results = {key: launch() for key, launch in launches.items()}
-        rows.extend(len(result) for (_, part), result in results.items() if part == "launch")
-        return {name: timing.LaunchTiming(5.0, 3.0) for name in launches}
-
-    monkeypatch.setattr(timing, "launch_timings", launch_timings)
-    times = time_two(head=head)
-    assert rows == ([2, 1] if head else [0, 0])  # logits of each batch
-    assert [(time.launch_ms, time.device_ms) for time in times.values()] == [(5.0, 3.0)] * 2
-    assert times["a"].launch_bound
-
-
-def test_the_parts_of_a_batch_on_a_gpu_are_times_of_the_gpu(monkeypatch):
-    """The whole is what one waits for. A part that waits for launches could be longer than it."""
-    device_ms = {"attention": 20.0, "launch": 70.0}
-    timed_parts = set()
-
-    def launch_timings(launches, device):
+        logits.extend(len(result) for (_, part), result in results.items() if part == "launch")
         return {key: timing.LaunchTiming(500.0, device_ms.get(key[1], 8.0)) for key in launches}
 
     monkeypatch.setattr(timing, "launch_timings", launch_timings)
-    stopwatch(monkeypatch, lambda key: 100.0, at=lambda key, run: timed_parts.add(key[1]))
-    time = time_two()["a"]
-    assert timed_parts == {"total"}
+    stopwatch(monkeypatch, lambda key: 100.0, at=lambda key, run: timed.add(key[1]))
+    time = time_two(head=head)["a"]
+    assert logits == ([2, 1] if head else [0, 0])
+    assert timed == {"total"}
     assert (time.total_ms, time.attention_ms, time.preproj_ms) == (100.0, 20.0, 8.0)
     assert time.products_ms == 5 * 8.0 and time.other_ms == 100 - 40 - 20
-    assert (time.launch_ms, time.device_ms) == (500.0, 70.0)
-
-
-def test_a_batch_is_timed_right_after_its_own_parts(monkeypatch):
-    """Another batch, maybe of seconds, does not slow it down."""
-    order = []
-    stopwatch(monkeypatch, at=lambda key, run: order.append(key))
-    time_two()
-    names = [name for name, _ in order]
-    assert names == sorted(names) and order.index(("b", "total")) == len(order) - 1
-    assert order.index(("a", "total")) == names.index("b") - 1
-    assert {part for _, part in order} == {"total", *PARTS}
+    assert (time.launch_ms, time.device_ms, time.launch_bound) == (500.0, 70.0, True)
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_each_operation_is_timed_on_the_rows_of_the_batch(monkeypatch, head):
-    """The head has the rows of the chunks, if it is timed."""
-    shapes = {}  # of the products in each variant
+def test_each_operation_is_timed_on_the_rows_of_the_batch_right_before_the_whole(monkeypatch, head):
+    """The head has the rows of the chunks, if it is timed. Another batch, maybe of seconds, does
+    not slow a batch down."""
+    shapes = {}  # of the products in each variant, in the order of time
     linear = torch.nn.functional.linear
 
     def note_shapes(key, run):
@@ -180,7 +161,7 @@ def test_each_operation_is_timed_on_the_rows_of_the_batch(monkeypatch, head):
 
     stopwatch(monkeypatch, at=note_shapes)
     model = tiny_model()
-    time_two({"a": batch_of((5, 9), (1, 7), (1, 3))}, head=head)
+    time_two({"a": batch_of((5, 9), (1, 7), (1, 3)), "b": batch_of((1, 3))}, head=head)
     vocabulary = [(3, model.config.vocab_size, model.config.n_embd)] if head else []
     assert shapes["a", "head"] == vocabulary
     layers = [(7, *layer.weight.shape) for layer in timing.linear_layers(model)]
@@ -189,6 +170,10 @@ def test_each_operation_is_timed_on_the_rows_of_the_batch(monkeypatch, head):
     for i, name in enumerate(timing.LINEAR):
         assert shapes["a", name] == layers[i::4]
     assert not shapes["a", "attention"]
+    order = list(shapes)
+    count = len(order) // 2
+    assert order[count - 1] == ("a", "total") and order[-1] == ("b", "total")
+    assert {part for name, part in order[:count] if name == "a"} == {"total", *PARTS}
 
 
 def test_intensity_is_flops_over_all_that_is_moved_once():

@@ -150,26 +150,28 @@ def test_prompts_are_random_tokens_of_the_vocabulary():
 
 
 def test_a_chat_shares_the_tokens_of_its_request_among_its_turns():
-    one = Arrival(2.0, 10, 7, "high", 1.0, 0.5)
-    other = Arrival(3.0, 5, 2)
-    firsts = [one._replace(prompt_len=3, output_len=2), Arrival(3.0, 2, 1)]
+    service = dict(priority="high", ttft_slo=1.0, tbt_slo=0.5)
+    arrivals = [Arrival(2.0, 10, 7, **service), Arrival(3.0, 5, 2)]
+    load = workload.chats(arrivals, 3)
     # prompts of 3, 3 and 4, outputs of 2, 2 and 3; of the other 2 and 3, 1 and 1
-    promise = ("high", 1.0, 0.5)
-    later = [
-        Arrival(1.0, 3 + 2 + 3, 2, *promise, follows=0),
-        Arrival(1.0, 8 + 2 + 4, 3, *promise, follows=2),
+    assert load == [
+        Arrival(2.0, 3, 2, **service),
+        Arrival(3.0, 2, 1),
+        Arrival(1.0, 3 + 2 + 3, 2, **service, follows=0),
+        Arrival(1.0, 8 + 2 + 4, 3, **service, follows=2),
         Arrival(1.0, 2 + 1 + 3, 1, follows=1),
     ]
-    load = workload.chats([one, other], 3)
-    assert load == [*firsts, *later] and workload.chats([one, other], 1) == [one, other]
-    new_tokens = [len(prompt) for prompt in workload.prompts(load, 61, 0)]
-    assert new_tokens == [3, 2, 3, 4, 3]
-    for turns in range(1, 20):
-        load = workload.chats([Arrival(0.0, 17, 12)], turns)
-        assert len(load) == min(turns, 12) and sum(turn.output_len for turn in load) == 12
-        assert sum(map(len, workload.prompts(load, 61, 0))) == 17 and sum(load[-1][1:3]) == 29
-        outputs = [turn.output_len for turn in load]
-        assert 1 <= min(outputs) <= max(outputs) <= min(outputs) + 1
+    assert workload.chats(arrivals, 1) == arrivals
+    assert [len(prompt) for prompt in workload.prompts(load, 61, 0)] == [3, 2, 3, 4, 3]
+
+
+@pytest.mark.parametrize("turns", range(1, 20))
+def test_the_turns_of_a_chat_are_nearly_equal(turns):
+    load = workload.chats([Arrival(0.0, 17, 12)], turns)
+    outputs = [turn.output_len for turn in load]
+    assert len(load) == min(turns, 12) and sum(outputs) == 12
+    assert 1 <= min(outputs) <= max(outputs) <= min(outputs) + 1
+    assert sum(map(len, workload.prompts(load, 61, 0))) == 17 and sum(load[-1][1:3]) == 29
 
 
 def test_prompts_begin_with_one_of_some_prefixes_and_go_on_as_without():

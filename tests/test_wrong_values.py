@@ -397,14 +397,13 @@ def test_an_error_knows_its_argument_and_a_rank_can_send_it():
 
 
 def test_numbers_of_numpy_become_ints_and_floats():
-    sizes = dict.fromkeys(("chunk", "max_batch", "max_len"), np.uint8(200))  # 200 + 200 overflows
-    config = EngineConfig("sarathi", pages=np.uint8(100), page_size=np.uint8(16), **sizes)
-    made = config.scheduler(time.monotonic)
-    sizes = [made.chunk, made.max_batch, made.max_len, made.pages.total]
-    assert sizes == [200, 200, 200, 100] and {*map(type, sizes)} == {int}
+    names = ("chunk", "max_batch", "max_len", "page_size", "pages")
+    config = EngineConfig("sarathi", **dict.fromkeys(names, np.uint8(200)))  # 200 + 200 overflows
+    sizes = [getattr(config, name) for name in names]
+    assert sizes == [200] * 5 and {*map(type, sizes)} == {int}
     geometry = preset(n_head=np.uint8(16), n_embd=np.uint8(224), rope_theta=np.int64(500))
-    assert {type(geometry.n_head), type(geometry.n_embd)} == {int}
     factor = scaling(factor=np.float32(8)).factor
+    assert {type(geometry.n_head), type(geometry.n_embd)} == {int}
     assert [geometry.rope_theta, factor] == [500.0, 8.0] and type(factor) is float
 
 
