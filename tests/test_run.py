@@ -197,34 +197,6 @@ def test_an_interrupted_run_is_what_was_seen_of_it(turns):
     assert num_completed >= set(range(1, 7)) and max(num_completed) == len(load)
 
 
-def test_a_turn_comes_a_second_after_the_answer_and_continues_it():
-    load = chats([Arrival(0.0, 9, 6), Arrival(0.1, 4, 1), Arrival(1.0, 7, 2)], 3)
-    run = serve_small("sarathi-serve", arrivals=load, model=MODEL)
-    own_prompts = prompts(load, 61, 0)
-    assert [c.request_id for c in run.completions] == list(range(3 + 2 + 0 + 1))
-    assert max(c.arrival for c in run.completions[:3]) == 1.0
-    for c, arrival, tokens in zip(run.completions, load, own_prompts, strict=True):
-        assert c.tokens == alone(MODEL, c.prompt, SamplingParams(arrival.output_len))
-        assert len(c.prompt) == arrival.prompt_len and c.arrival <= c.scheduled
-        if arrival.follows is not None:
-            before = run.completions[arrival.follows]
-            assert c.prompt == before.prompt + before.tokens + tokens
-            assert c.arrival == before.token_times[-1] + 1.0
-
-
-def test_a_full_queue_refuses_and_a_refused_turn_ends_its_chat():
-    """All come at once, to one place in the queue."""
-    load = chats([Arrival(0.0, 8, 4, "low")] * 3, 2)
-    run = serve_small(arrivals=load, max_batch=1, max_waiting=1, tick=0.5)
-    ended = [(c.request_id, c.finish_reason) for c in run.completions]
-    assert ended == [(0, "length"), (1, "abort"), (2, "abort"), (3, "length")]
-    refused = run.completions[1]
-    assert (len(refused.prompt), refused.priority) == (4, 3)
-    judged = judge(run, 1000.0)
-    assert (judged.requests, judged.aborted, judged.refused) == (4, 2, 2)
-    assert judged.missed.startswith("2 of 4 requests finished")
-
-
 def test_garbage_collection_is_as_it_was_after_a_run_that_failed(monkeypatch):
     def fail(*_):
         assert gc.get_freeze_count() > 0
