@@ -307,21 +307,21 @@ def test_serve_compares_runs_with_and_without_prefix_caching(tmp_path, capsys):
 
 
 def test_chats_are_served_and_find_their_own_past(tmp_path, run):
-    """A prefix of 8 and 12 + 4 tokens, then 12 more. Two pages of 8 stay of the first turn; the
-    third lacks the last token, whose keys nobody needed."""
-    load = "--requests 3 --qps 30 --policies sarathi-serve --lengths 24+8 --kv-tokens 1024"
+    """A prefix of 8 and 12 + 8 tokens, then 12 more. Three pages of 8 stay of the first turn, one
+    of them half of its answer."""
+    load = "--requests 3 --qps 30 --policies sarathi-serve --lengths 24+16 --kv-tokens 1024"
     load += f" --turns 2 --shared-prefix 8:1 --slo 50 --csv {tmp_path}/c.csv"
     text, _ = run("serve", load)
-    assert "load: 3 chats of 24+8 tokens of up to 2 turns, 1 s after each answer, each af" in text
+    assert "load: 3 chats of 24+16 tokens of up to 2 turns, 1 s after each answer, each af" in text
     assert "at 30 a second" in text and "\nsarathi-serve, shared: 30.000 chats/s, P50" in text
     rows = csv_rows(tmp_path / "c.csv")
     lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
-    assert lengths == [*[(20, 4)] * 3, *[(36, 4)] * 3] * 2
+    assert lengths == [*[(20, 8)] * 3, *[(40, 8)] * 3] * 2
     for first, second in zip(rows[:3], rows[3:6], strict=True):
         answered = float(first["arrival"]) + float(first["latency_s"])
         assert float(second["arrival"]) == pytest.approx(answered + 1.0)
     cached = [int(row["cached_tokens"]) for row in rows]
-    assert cached[:6] == [0] * 6 and cached[9:] == [16] * 3
+    assert cached[:6] == [0] * 6 and cached[9:] == [24] * 3
 
 
 def test_a_long_prompt_comes_before_all_others():
