@@ -78,6 +78,10 @@ def test_a_text_that_is_no_batch_is_refused(text, capsys):
     assert err.count("\n") == 1 and "must be" in err
 
 
+def test_each_request_of_a_batch_has_a_page_of_its_own():
+    assert [chunk.pages for chunk in spans_of(batch_of((4, 10), (1, 7)))] == [[0], [1]]
+
+
 def stopwatch(monkeypatch, ms_of=lambda key: 1.0, spread=0.1, at=lambda key, run: run()):
     """Let each part take as long as `ms_of` says of its key, after `at` was called with it."""
 

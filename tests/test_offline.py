@@ -285,6 +285,7 @@ def test_the_load_is_balanced_and_the_same_for_all():
     arrivals = load.arrivals()
     assert [(a.time, a.prompt_len) for a in arrivals] == [(0.0, 981)] * 9
     assert [a.output_len for a in arrivals] == [3, 6, 9, 12, 15, 19, 19, 19, 19]
+    assert load.tokens == 9 * 981 + (2 + 5 + 8 + 11 + 14) + 4 * 18  # the last is not computed
     tokens = workload.prompts(arrivals, 256, load.seed)
     assert tokens == workload.prompts(load.arrivals(), 256, load.seed)
     assert [len(prompt) for prompt in tokens] == [981] * 9

@@ -32,8 +32,10 @@ class Another(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def do_GET(self):
-        at = {"/v1/models": '{\n "data": [{"id": "x"}]}', "/odd/models": '{"data": []}'}
-        self.answer(200 if self.path in at else 404, at.get(self.path, "<html>not here</html>"))
+        if self.path == "/v1/models":
+            self.answer(200, '{\n "data": [{"id": "x"}]}')
+        else:
+            self.answer(404, "<html>not here</html>")
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -143,7 +145,6 @@ def usage_of(count):
 WRONG = [  # where, what is asked for, what the line says
     ("/v1", "--model y", '404: \'Not Found\'> {"error": "no, as it is"}'),
     ("", "", "404: 'Not Found'> <html>not here</html>"),
-    ("/odd", "", "IndexError"),
     ("a/v1", "", "InvalidURL"),
 ]
 
@@ -220,7 +221,15 @@ def test_what_is_wrong_with_an_answer_is_said(answer, message, monkeypatch):
     assert message in complaint_about(answer, monkeypatch)
 
 
-MODELS = ["[]", "{", '{"data": {}}', '{"data": [{"id": 5}]}', '{"data": [{}]}', "[" * 100_000]
+MODELS = [
+    "[]",
+    "{",
+    '{"data": []}',
+    '{"data": {}}',
+    '{"data": [{"id": 5}]}',
+    '{"data": [{}]}',
+    "[" * 100_000,
+]
 
 
 @pytest.mark.parametrize("text", MODELS)

@@ -149,9 +149,8 @@ def test_a_capacity_of_requests_that_all_run_at_once_is_refused(options, fewest,
 
 
 def test_by_default_four_times_what_may_run_at_once_arrives():
-    assert parse("capacity").requests == 128 == 4 * parse("capacity").batch
     assert parse("capacity", "--batch", "50").requests == 200
-    assert parse("capacity", "--batch", "2").requests == 128
+    assert parse("capacity", "--batch", "2").requests == 128  # at least
     assert parse("serve", "--batch", "50").requests == 48
     simulated = "capacity --simulate a100-80gb --preset llama3-8b --pp 2 --replicas 2".split()
     _, options = bench.parse_args(simulated)
