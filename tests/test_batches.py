@@ -233,13 +233,13 @@ def test_the_table_of_a_gpu_tells_launches_from_kernels(capsys):
     """That of a CPU has no such columns: it computes what it launches."""
     model = tiny_model()
     bound = [batch_time(7.0, launch_ms=6.5, device_ms=2.25)] * 2
-    quick = [batch_time(9.0, launch_ms=6.0, device_ms=8.0)] * 2
+    quick = [batch_time(9.0, launch_ms=6.0, device_ms=8.0, busy=True)] * 2
     rows = {"6x1@8": add_up(model, [decodes(6, 8)] * 2, bound)}
     rows["16/8"] = add_up(model, chunks_of(16, 8), quick)
     command.print_batches(rows)
     text = capsys.readouterr().out
     assert "launch | device |" in text and "|  13.00 |   4.50 |" in text
-    assert "bound by launches, not by the device: 6x1@8\n" in text
+    assert "bound by launches, not by the device: 6x1@8\n" in text and "| 16/8 (busy) " in text
     command.print_batches({"8": add_up(model, [prompts(1, 8)], [batch_time(9.0)])})
     assert "launch" not in capsys.readouterr().out
 
@@ -257,16 +257,6 @@ def run(tmp_path, capsys):
     return run_command
 
 
-def test_the_command_prints_a_row_for_each_name(run, monkeypatch):
-    def times(runner, machine, batches, *_, **settings):
-        return {batch: batch_time(len(batch), busy=len(batch) > 1) for batch in batches}
-
-    monkeypatch.setattr(batch_times, "time_batches", times)
-    rows, text = run("16/8", "three=3 * 2x1@5, 8")
-    assert rows["16/8"]["total_ms"] == 2 and rows["three"]["attention_ms"] == 3 * 2 + 1
-    assert "| 16/8 " in text and "| three (busy) " in text
-
-
 @pytest.mark.parametrize("layers", [1, 3, None])
 def test_as_many_layers_are_timed_as_are_asked_for(layers, run, monkeypatch):
     runners = []
@@ -278,7 +268,7 @@ def test_as_many_layers_are_timed_as_are_asked_for(layers, run, monkeypatch):
 
     monkeypatch.setattr(batch_times, "time_batches", time_batches)
     words = ["--layers", str(layers)] if layers else []
-    rows, text = run("4@8 + 1@8", "3x1@9", "--repeats", "2", *words)
+    rows, text = run("4@8 + 1@8", "three=3x1@9", "--repeats", "2", *words)
     (runner,) = runners
     assert len(runner.model.blocks) == (layers or GPTConfig.preset("llama-tiny").n_layer)
     assert (runner.cache.pages, runner.cache.max_len) == (3, 9)
@@ -286,6 +276,7 @@ def test_as_many_layers_are_timed_as_are_asked_for(layers, run, monkeypatch):
     row = rows["4@8 + 1@8"]
     assert row["total_ms"] > 0 and all(row[f"{name}_ms"] > 0 for name in timing.LINEAR)
     assert set(row["intensity"]) >= set(timing.LINEAR) and text.count("\n| 4@8 + 1@8 ") == 1
+    assert list(rows) == ["4@8 + 1@8", "three"]
     heads = text.partition("| ms ")[2].partition("\n")[0].split()
     assert {*timing.LINEAR, "attention", "limit", "other", "total"} <= set(heads)
 

@@ -1,6 +1,7 @@
 """`bench.py batches --slo`: what it prints and writes. No clock is believed."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 
@@ -64,15 +65,12 @@ def test_no_budget_is_told_of_a_busy_machine_or_where_none_meets_the_slo(spread,
 @pytest.mark.parametrize("timed", [0, 2])
 def test_an_interrupt_keeps_what_was_timed(timed, tmp_path, capsys, monkeypatch):
     """And a file of an earlier run if nothing was."""
-    calls = []
-
-    def time_steadily(runner, cases):
-        if len(calls) == timed:
-            raise KeyboardInterrupt
-        calls.append(cases)
-        return [token_budget.Profiled(*case, seconds=0.01) for case in cases]
-
-    monkeypatch.setattr(batches, "time_steadily", time_steadily)
+    results = [
+        [token_budget.Profiled(budget, context, 3, seconds=0.01) for context in (16, 64)]
+        for budget in (3, 32)
+    ][:timed]
+    interrupted = Mock(side_effect=[*results, KeyboardInterrupt])
+    monkeypatch.setattr(batches, "time_steadily", interrupted)
     monkeypatch.setattr(batches, "measure_machine", lambda *_: MACHINE)
     file = tmp_path / "b.json"
     file.write_text('{"profile": "of yesterday"}')
@@ -83,7 +81,5 @@ def test_an_interrupt_keeps_what_was_timed(timed, tmp_path, capsys, monkeypatch)
     if not timed:
         assert profile == "of yesterday" and "wrote" not in text
         return
-    assert [(row["budget"], row["context"]) for row in profile] == [
-        (budget, context) for cases in calls for budget, context, _ in cases
-    ]
+    assert profile == [row._asdict() for rows in results for row in rows]
     assert text.count("\n| ") == 1 + timed and text.endswith(f"wrote {file}\n")

@@ -78,11 +78,11 @@ class Silent(GPT):
         return torch.zeros(len(batch.logit_rows), self.config.vocab_size)
 
 
-def serve_small(policy="vllm", tick=0.01, arrivals=ARRIVALS, model=Silent(), shared=(0, 1), **more):  # noqa: B008
+def serve_small(policy="vllm", tick=0.01, arrivals=ARRIVALS, model=Silent(), **more):  # noqa: B008
     options = {"tbt_slo": 1.0} if policy == "dynamic" else {}
     config = replace(SMALL, policy=policy, policy_options=options, **more)
     time = Time(tick)
-    tokens = prompts(arrivals, 61, 0, shared)
+    tokens = prompts(arrivals, 61, 0)
     return serve(model, config, arrivals, tokens, now=time.now, sleep=time.sleep)
 
 
@@ -98,7 +98,8 @@ def test_the_rate_of_chats_is_that_at_which_they_are_offered():
     first = [Arrival(float(time), 9, 6) for time in range(4)]
     for turns, offered in ((1, None), (3, 11 / 3)):
         server = EngineServer(Engine(Silent(), SMALL), Clock(lambda: 0.0))
-        assert LoadRun(server, chats(first, turns)).result().offered_per_s == offered
+        run = LoadRun(server, chats(first, turns)).result()
+        assert run.offered_per_s == judge(run, 1.0).queue.arrived_per_s == offered
 
 
 @pytest.fixture(scope="module")
