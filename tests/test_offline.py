@@ -11,15 +11,18 @@ import torch
 import bench
 from lab.commands import offline
 from lab.measure import metrics, offline_load, timing, workload
-from lab.measure.decode_maximal import DecodeMaximal, HybridTime, measure_decode_maximal
+from lab.measure.batch_times import BatchTime
+from lab.measure.decode_maximal import compare_decodes
 from lab.measure.load_run import Clock
 from lab.measure.offline_load import OfflineLoad, PolicyRun, policy_runs
 from lab.measure.run_loop import Run
 from policies.observers import ChunkRecord, Iteration
 from request import Completion
-from tests.helpers import machine_info, tiny_model
+from tests.helpers import machine_info
 
-SIZES = {"context": 20, "batch": 3, "chunk": 12}
+TOTAL_MS = {"prompt": 200.0, "prefill-only": 100.0, "decode-only": 30.0, "decode-maximal": 110.0}
+PRODUCTS_MS = {"prompt": 154.0, "prefill-only": 80.0, "decode-only": 20.0, "decode-maximal": 81.0}
+HEAD_MS = 14.0  # of the products of a whole prompt
 
 
 @pytest.fixture(autouse=True)
@@ -34,84 +37,71 @@ def load_of(**changes):
     return OfflineLoad(**defaults | changes)
 
 
-@pytest.mark.parametrize("spread, busy", [(0.1, False), (0.21, True)])
-def test_a_cost_below_the_noise_is_not_a_speedup(spread, busy, monkeypatch):
-    """Only the hybrid batch's total is worth a number here: its products are lost in the noise.
+def table_2(*, total_ms=None, device_ms=None, spread=0.0, busy=False):
+    """Table 2 of batches that take so long: of 3 decodes, and of 10 tokens of a prompt of 20 with 2
+    decodes. A decode costs 10 ms alone and 5 ms riding."""
+    times = {}
+    for name, ms in (TOTAL_MS | (total_ms or {})).items():
+        parts = dict.fromkeys(("preproj_ms", "postproj_ms", "ffn_ln1_ms", "ffn_ln2_ms"), 0.0)
+        times[name] = BatchTime(
+            **parts,
+            total_ms=ms,
+            products_ms=PRODUCTS_MS[name],
+            head_ms=HEAD_MS,
+            attention_ms=0.0,
+            attention_limit_ms=0.0,
+            other_ms=0.0,
+            spread=spread,
+            busy=busy,
+            launch_ms=39.0 if device_ms else None,
+            device_ms=device_ms[name] if device_ms else None,
+        )
+    return compare_decodes(times, context=20, batch=3, chunk=12)
 
-    And the gain that is promised: the products of 10 tokens of whole prompts and 2 / 3 of a
-    decode-only batch, over those of 12 rows that all cost what one of a whole prompt does.
-    """
-    total_ms = {"prompt": 200, "prefill-only": 100, "decode-maximal": 110, "decode-only": 30}
-    products_ms = {"prompt": 140, "prefill-only": 80, "decode-maximal": 81, "decode-only": 20}
-    head_ms = dict.fromkeys(total_ms, 0) | {"prompt": 14}  # no part of what is promised
-    ms_of = {"total": total_ms, "ffn_ln1": products_ms, "head": head_ms}
 
-    def interleaved(variants, *_, **settings):
-        return {
-            (name, part): timing.Timing(ms_of[part][name] if part in ms_of else 0, spread)
-            for name, part in variants
-        }
-
-    monkeypatch.setattr(timing, "interleaved", interleaved)
-    machine = machine_info(flops_per_s=1e12, bytes_per_s=1e10)
-    table = measure_decode_maximal(tiny_model(), machine, **SIZES)
-    promised = (10 * 140 / 20 + 20 * 2 / 3) / (12 * 140 / 20)
+def test_a_decode_costs_what_a_batch_takes_longer_with_it():
+    """The gain that is promised: the products of 10 tokens of whole prompts and 2 / 3 of a
+    decode-only batch, over those of 12 rows that all cost what one of a whole prompt does."""
+    table = table_2()
+    promised = (10 * 140 / 20 + 20 * 2 / 3) / (12 * 140 / 20)  # without the head
     assert table.promised_gain == pytest.approx(promised)
     rows = table.rows.values()
     assert [row.prefill_tokens for row in rows] == [20, 10, 0, 10]
     assert [row.decodes for row in rows] == [0, 0, 3, 2]
     assert [row.prefill_token_ms for row in rows] == [10, 10, None, 10]
     assert [row.decode_token_ms for row in rows] == [None, None, 10, 5]
-    assert table.speedup == (pytest.approx(10 / 5) if not busy else None)
-    assert table.products_speedup is None and table.device_speedup is None
-    assert table.busy == busy and {row.busy for row in rows} == {busy}
-    for row in rows:
-        parts_ms = row.products_ms + row.attention_ms + row.other_ms
-        assert parts_ms == pytest.approx(row.total_ms) or row.other_ms == 0
+    assert table.speedup == pytest.approx(10 / 5) and table.device_speedup is None
+    assert not table.busy and table_2(busy=True).busy
 
 
-def test_decodes_that_ride_for_nothing_are_not_launches_that_do(monkeypatch, capsys):
+def test_a_cost_below_the_noise_is_not_a_speedup():
+    assert table_2(spread=0.19).speedup == pytest.approx(10 / 5)  # 10 ms, the noise is 9.5
+    assert table_2(spread=0.21).speedup is None
+    assert table_2(spread=0.1).products_speedup is None  # 1 ms, the noise is 4
+
+
+def printed(table, capsys):
+    """What is printed of a table."""
+    offline.print_decode_maximal(table, SimpleNamespace(chunk=12, batch=3, seq_len=20))
+    return capsys.readouterr().out
+
+
+def test_decodes_that_ride_for_nothing_are_not_launches_that_do(capsys):
     """Every batch takes 40 ms to launch, decodes 5 ms to compute and a chunk 20, both together 24:
     the device's time tells that a decode costs 2 ms riding and 5 / 3 ms alone."""
     device_ms = {"prompt": 35.0, "prefill-only": 20.0, "decode-only": 5.0, "decode-maximal": 24.0}
-
-    def interleaved(variants, *_, **settings):
-        return {key: timing.Timing(40.0, 0.0) for key in variants}
-
-    def launch_timings(launches, device):
-        return {(name, part): timing.LaunchTiming(39.0, device_ms[name]) for name, part in launches}
-
-    monkeypatch.setattr(timing, "interleaved", interleaved)
-    monkeypatch.setattr(timing, "launch_timings", launch_timings)
-    table = measure_decode_maximal(tiny_model(), machine_info(), **SIZES)
+    table = table_2(total_ms=dict.fromkeys(TOTAL_MS, 40.0), device_ms=device_ms)
     assert table.speedup is None  # for nothing, it seems
     assert table.device_speedup == pytest.approx((5 / 3) / (4 / 2))
-    offline.print_decode_maximal(table, SimpleNamespace(chunk=12, batch=3, seq_len=20))
-    text = capsys.readouterr().out
+    text = printed(table, capsys)
     assert "of the time of the device 0.8x" in text and "launch | device |" in text
     assert f"bound by launches, not by the device: {', '.join(device_ms)}\n" in text
 
 
-def hybrid_time(decodes=7, **changes):
-    """A HybridTime in which all else is 7, and a decode costs 2 ms."""
-    parts = ("attention", "preproj", "postproj", "ffn_ln1", "ffn_ln2", "head", "products")
-    row = {f"{part}_ms": 7.0 for part in (*parts, "attention_limit", "other")}
-    row |= {"spread": 0.0, "busy": False, "prefill_tokens": 7, "decodes": decodes}
-    return HybridTime(**row | {"total_ms": 7.0 + 2 * decodes, "prefill_ms": 7.0} | changes)
-
-
-def table_2(**changes):
-    """A DecodeMaximal in which a decode costs 8 ms alone and 2 ms riding."""
-    rows = {"prompt": hybrid_time(0), "prefill_only": hybrid_time(0)}
-    rows["decode_only"] = hybrid_time(7, total_ms=63.0)
-    return DecodeMaximal(**rows | {"decode_maximal": hybrid_time(6)} | changes)
-
-
 def test_no_negative_cost_is_printed(capsys):
-    table = table_2(decode_maximal=hybrid_time(6, total_ms=1.0))
-    offline.print_decode_maximal(table, SimpleNamespace(chunk=12, batch=3, seq_len=20))
-    *_, row = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert [cell.strip() for cell in row.split("|")][1:3] == ["decode-maximal", "7 + 6"]
+    text = printed(table_2(total_ms={"decode-maximal": 90.0}), capsys)
+    *_, row = [line for line in text.splitlines() if line.startswith("| ")]
+    assert [cell.strip() for cell in row.split("|")][1:3] == ["decode-maximal", "10 + 2"]
     assert row.split("|")[-2].strip() == "-"
 
 
@@ -124,10 +114,10 @@ def test_no_negative_cost_is_printed(capsys):
     ],
 )
 def test_a_slow_machine_serves_fewer_requests_but_a_full_round(token_ms, requests):
-    hybrid = hybrid_time(3, total_ms=10 * token_ms)
+    table = table_2(total_ms={"decode-maximal": 12 * token_ms})
     options = options_of("--pd-ratio", "1e9")  # 1,000 tokens, the one of the output is not computed
     assert (options.requests, len(options.policies)) == (19, 5)
-    assert offline.affordable_requests(table_2(decode_maximal=hybrid), options) == requests
+    assert offline.affordable_requests(table, options) == requests
 
 
 def options_of(*argv):
@@ -304,35 +294,29 @@ def policy_run(longest_stall_s, *, gain=None, busy=False):
     return PolicyRun(run=None, summary=summary, busy=busy, tokens_per_s=None, gain=gain)
 
 
-def conclusion(*, rows_busy=False, gain=1.0, decode_only=None, **rows):
+def conclusion(rows_busy=False, gain=1.0, **settings):
     """What is concluded of a table and of two policies, in one line."""
-    decode_only = decode_only or hybrid_time(7, total_ms=63.0)
-    table = table_2(decode_only=decode_only, prompt=hybrid_time(0, head_ms=0.0), **rows)
     runs = {"vllm": policy_run(1.1149, busy=rows_busy), "sarathi": policy_run(0.25, gain=gain)}
-    return " ".join(offline.conclude(table, runs, 32, {}).split())
+    return " ".join(offline.conclude(table_2(**settings), runs, 32, {}).split())
 
 
 STALLS = "3. Longest stalls, which chunks are for: vllm 1.11 s, sarathi 0.25 s."
-COST = "Cost of a decode: 8.00 ms in a batch of its own, 2.00 ms riding with a chunk."
-PROMISED = f"bare products promise {(7 * 1 + 6 * 7 / 7) / 13:.2f}x request-level's"
-THROUGHPUT = f"Throughput at chunk 32: {PROMISED}, sarathi runs at 1.00x."
+COST = "Cost of a decode: 10.00 ms in a batch of its own, 5.00 ms riding with a chunk."
+PROMISED = "Throughput at chunk 32: bare products promise 0.99x request-level's"
 
 
 def test_the_conclusion_says_what_was_measured():
-    assert conclusion() == f"{STALLS} {COST} {THROUGHPUT}"
+    assert conclusion() == f"{STALLS} {COST} {PROMISED}, sarathi runs at 1.00x."
     assert conclusion(gain=None).endswith(f"{PROMISED}.")
-    noise = hybrid_time(6, total_ms=7.0)
-    assert "own, less than the noise riding with a chunk." in conclusion(decode_maximal=noise)
+    assert "own, less than the noise riding with a chunk." in conclusion(spread=0.3)
 
 
 def test_nothing_is_concluded_from_what_was_measured_on_a_busy_machine():
-    def of_busy(sentence):
-        return f"{sentence.split(':')[0]}: {timing.TOO_BUSY}."
-
-    no_throughput = of_busy(THROUGHPUT)
-    assert conclusion(rows_busy=True) == f"{of_busy(STALLS)} {COST} {no_throughput}"
-    busy = hybrid_time(7, total_ms=63.0, busy=True)
-    assert conclusion(decode_only=busy) == f"{STALLS} {of_busy(COST)} {no_throughput}"
+    no_stalls = f"3. Longest stalls, which chunks are for: {timing.TOO_BUSY}."
+    no_cost = f"Cost of a decode: {timing.TOO_BUSY}."
+    no_throughput = f"Throughput at chunk 32: {timing.TOO_BUSY}."
+    assert conclusion(rows_busy=True) == f"{no_stalls} {COST} {no_throughput}"
+    assert conclusion(busy=True) == f"{STALLS} {no_cost} {no_throughput}"
 
 
 def test_the_table_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
