@@ -111,14 +111,9 @@ def test_the_geometry_that_nobody_named_depends_on_the_memory_of_a_gpu(
     assert resolve_model(options).preset == preset
 
 
-@pytest.mark.parametrize("positions, fits", [(1024, True), (1025, False)])
-def test_a_model_with_learned_positions_ends_where_they_do(positions, fits):
+def test_a_model_with_learned_positions_takes_them_all():
     options = replace(parse_model(TINY_MODEL), preset="gpt2", layers=1)
-    if fits:
-        assert load_model(options, positions, positions_from="--max-len").config.n_layer == 1
-    else:
-        with pytest.raises(ValueError, match="--max-len 1025: this model is limited to 1024"):
-            load_model(options, positions, positions_from="--max-len")
+    assert load_model(options, 1024, positions_from="--max-len").config.n_layer == 1
 
 
 @pytest.mark.parametrize("option", ["json", "plot"])

@@ -83,10 +83,11 @@ def test_serve_prints_and_writes_everything(tmp_path, run, plots):
     assert report["options"]["seed"] == 0 and report["machine"]["model"] == "llama-tiny"
     assert report["slo_s"] == pytest.approx(5 * report["base"]["seconds"])
     rows = csv_rows(files["csv"])
-    keys = ("request_id", "arrival", "prompt_tokens", "output_tokens")
-    arrivals = list(enumerate(poisson(sample_lengths("sharegpt4", 5, 64, 0), 30.0, 0)))
-    expected = [(name, i, *arrival[:3]) for name in names for i, arrival in arrivals]
-    assert [(row["policy"], *(float(row[key]) for key in keys)) for row in rows] == expected
+    arrivals = poisson(sample_lengths("sharegpt4", 5, 64, 0), 30.0, 0)
+    lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
+    assert [float(row["arrival"]) for row in rows] == 3 * [arrival.time for arrival in arrivals]
+    assert lengths == 3 * [arrival[1:3] for arrival in arrivals]
+    assert [row["policy"] for row in rows] == [name for name in names for _ in arrivals]
     assert {row["class"] for row in rows} == {"normal", "low"}
     assert list(report["runs"]) == names
     for name, row in report["runs"].items():
