@@ -10,7 +10,7 @@ import torch
 
 import bench
 from lab.commands import offline
-from lab.measure import metrics, offline_load, timing, workload
+from lab.measure import metrics, offline_load, timing
 from lab.measure.batch_times import BatchTime
 from lab.measure.decode_maximal import compare_decodes
 from lab.measure.load_run import Clock
@@ -276,9 +276,6 @@ def test_the_load_is_balanced_and_the_same_for_all():
     assert [(a.time, a.prompt_len) for a in arrivals] == [(0.0, 981)] * 9
     assert [a.output_len for a in arrivals] == [3, 6, 9, 12, 15, 19, 19, 19, 19]
     assert load.tokens == 9 * 981 + (2 + 5 + 8 + 11 + 14) + 4 * 18  # the last is not computed
-    tokens = workload.prompts(arrivals, 256, load.seed)
-    assert tokens == workload.prompts(load.arrivals(), 256, load.seed)
-    assert [len(prompt) for prompt in tokens] == [981] * 9
     alike = replace(load, lockstep=True)
     assert {arrival[:3] for arrival in alike.arrivals()} == {(0.0, 981, 19)}
     for ratio, output in ((1e9, 1), (1e-9, 999)):  # at least a token of each

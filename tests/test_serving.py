@@ -341,23 +341,41 @@ def test_classes_are_drawn_in_their_shares_and_the_same_at_every_rate():
     assert {a.priority for a in make_workload(parse("serve"))[0](1.0)} == {"normal"}
 
 
-@pytest.mark.parametrize(
-    "device, some", [("cpu", (128, 32, 1024, 48, 64, 10)), ("cuda", (512, 128, 8192, 500, 256, 42))]
-)
-def test_the_default_memory_is_a_third_of_the_batch_in_small_pages(device, some, monkeypatch):
+DEFAULTS = {
+    "cpu": dict(
+        chunk=128, batch=32, max_len=1024, requests=48, page_size=[64], kv_tokens=10 * 1024
+    ),
+    "cuda": dict(
+        chunk=512, batch=128, max_len=8192, requests=500, page_size=[256], kv_tokens=42 * 8192
+    ),
+}
+
+
+@pytest.mark.parametrize("device", DEFAULTS)
+def test_the_default_memory_is_a_third_of_the_batch_in_small_pages(device, monkeypatch):
     monkeypatch.setattr(serve_options, "resolve_model", lambda model, **_: model)  # no GPU is here
-    args = parse("serve", "--device", device)
-    chunk, batch, max_len, requests, page_size, a_third = some
-    assert (args.chunk, args.batch, args.max_len) == (chunk, batch, max_len)
-    assert (args.requests, args.page_size) == (requests, [page_size])
-    assert args.kv_tokens == a_third * max_len and args.prefix_caching == [False]
-    assert parse("serve", "--max-len", "41").page_size == [21]
-    simulated = ["--simulate", "a100-80gb", "--preset", "llama3-8b"]
-    assert parse("serve", *simulated).page_size == [64]
-    sizes = parse("serve", "--page-size=16,64, max, 512", "--max-len=512").page_size
-    assert sizes == [16, 64, 512]
-    assert parse("serve", "--turns", "2").prefix_caching == [False, True]
-    assert parse("serve", "--prefix-caching", "on").prefix_caching == [True]
+    options = parse("serve", "--device", device)
+    assert {name: getattr(options, name) for name in DEFAULTS[device]} == DEFAULTS[device]
+
+
+@pytest.mark.parametrize(
+    "words, page_sizes",
+    [
+        ("--max-len 41", [21]),
+        ("--simulate a100-80gb --preset llama3-8b", [64]),
+        ("--page-size 16,64,max,512 --max-len 512", [16, 64, 512]),
+    ],
+)
+def test_pages_are_small_unless_others_are_asked_for(words, page_sizes):
+    assert parse("serve", *words.split()).page_size == page_sizes
+
+
+@pytest.mark.parametrize(
+    "words, runs",
+    [("", [False]), ("--turns 2", [False, True]), ("--prefix-caching on", [True])],
+)
+def test_prefix_caching_is_compared_where_prompts_begin_alike(words, runs):
+    assert parse("serve", *words.split()).prefix_caching == runs
 
 
 LOADS = [
