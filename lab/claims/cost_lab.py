@@ -63,18 +63,20 @@ class CostLab(Lab):
         repeats: int = 5,
     ) -> dict[str, SequenceTime]:
         """As Lab.time. The times of some layers are a share of those of all."""
-        return {
-            name: add_up(self.model, sequence, [self.time_of(batch, layers) for batch in sequence])
-            for name, sequence in sequences.items()
-        }
+        times = {}
+        for name, sequence in sequences.items():
+            of_batches = [self.time_of(batch, layers) for batch in sequence]
+            times[name] = add_up(self.model, sequence, of_batches)
+        return times
 
     def time_of(self, batch: Batch, layers: int | None = None, head: bool = False) -> BatchTime:
         """The BatchTime of a batch. With all layers the total has all that an iteration takes, with
         head and CPU time; `head`: the products have the head, too."""
         share = 1e3 * (layers or self.cost.layers)
         chunks = [(None, chunk.end - chunk.tokens, chunk.tokens) for chunk in batch]
+        tokens = sum(chunk.tokens for chunk in batch)
         times = self.cost.layer_seconds(chunks)
-        operations = self._operation_seconds(sum(chunk.tokens for chunk in batch), times.linear)
+        operations = self._operation_seconds(tokens, times.linear)
         total_ms = share * sum(times) if layers else 1e3 * self.cost.seconds(chunks)
         head_ms = 0.0
         if head:
@@ -129,7 +131,8 @@ class CostLab(Lab):
             rows = []
             for budget, at, riding in cases:
                 chunk: Batch = (TimedChunk(budget - riding, budget),) if budget > riding else ()
-                seconds = self.time_of((*chunk, *decode_batch(riding, at))).total_ms / 1e3
+                batch = (*chunk, *decode_batch(riding, at))
+                seconds = self.time_of(batch).total_ms / 1e3
                 rows.append(Profiled(budget, at, riding, seconds))
             return rows
 
