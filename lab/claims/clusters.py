@@ -47,7 +47,8 @@ def s_4_2(lab: CostLab) -> Finding:
     finding = Finding()
     table = finding.table(x="tokens", y="tokens/ms", spec=".1f")
     systems = {"LLaMA-13B on an A6000": A6000_13B, "GPT-3 on an A100": GPT3_LAYER}
-    for tokens, (name, cost) in product((64, 128, 256, 512, 1024), systems.items()):
+    sizes = (64, 128, 256, 512, 1024)
+    for tokens, (name, cost) in product(sizes, systems.items()):
         batches = {"prompt": [prompts(1, tokens)]}
         times = lab.on(cost).time(batches, layers=1)
         table.add(tokens, {name: times["prompt"].tokens_per_ms})
@@ -95,10 +96,11 @@ def ss_t3(lab: CostLab) -> Finding:
     table = finding.table(x="system", y="ms", spec=".1f")
     batch = [(0, 4095, 1)] * 32
     for system in (MISTRAL_7B, YI_34B, LLAMA2_70B, FALCON_180B):
+        name = system.name
         cost = system.cost(lab.setup.cpu_s)
-        table.add(system.name, {"iteration": 1e3 * cost.seconds(batch)})
+        table.add(name, {"iteration": 1e3 * cost.seconds(batch)})
         paper_ms = 1e3 * system.slos_s["strict"] / 5
-        finding.publish(system.name, paper_ms, table["iteration"], system.name, unit=" ms")
+        finding.publish(name, paper_ms, table["iteration"], name, unit=" ms")
     return finding
 
 
@@ -111,8 +113,8 @@ def ss_3_3(lab: CostLab) -> Finding:
     (SS-T3)."""
     cost = FALCON_180B.cost(lab.setup.cpu_s)
     decode_batch = [(0, 4095, 1)] * 32
-    prompt_s = cost.stages([(0, 0, 4096)]).seconds[0]
-    decode_s = cost.stages(decode_batch).seconds[0]
+    prompt_s, _ = cost.stages([(0, 0, 4096)]).seconds
+    decode_s, _ = cost.stages(decode_batch).seconds
     milliseconds = {
         "a prompt of 4,096 on one stage": 1e3 * prompt_s,
         "32 decodes on one stage": 1e3 * decode_s,
@@ -278,11 +280,13 @@ FIGURE_12_GAINS = {  # published
 def figure_12_gains(runs: dict[str, OfflineRun]) -> dict[str, float | None]:
     """The gains in makespan, and the ratio of median bubbles, by the names of FIGURE_12_GAINS."""
     orca, replicas, sarathi = runs.values()
+    orca_bubble = median(orca.bubbles)
+    sarathi_bubble = median(sarathi.bubbles)
     return {
         "SARATHI over replicas": replicas.makespan_s / sarathi.makespan_s,
         "SARATHI over Orca": orca.makespan_s / sarathi.makespan_s,
         "replicas over Orca": orca.makespan_s / replicas.makespan_s,
-        "bubbles Orca / SARATHI": over(median(orca.bubbles), median(sarathi.bubbles)),
+        "bubbles Orca / SARATHI": over(orca_bubble, sarathi_bubble),
     }
 
 

@@ -109,7 +109,9 @@ class CostLab(Lab):
     def decode_maximal(self, *, context: int, batch: int, chunk: int) -> DecodeMaximal:
         """As Lab.decode_maximal."""
         batches = table_2_batches(context, batch, chunk)
-        times = {name: self.time_of(each, head=True) for name, each in batches.items()}
+        times = {}
+        for name, hybrid in batches.items():
+            times[name] = self.time_of(hybrid, head=True)
         return compare_decodes(times, context, batch, chunk)
 
     def gains(
@@ -118,8 +120,10 @@ class CostLab(Lab):
         """As Lab.gains."""
         offline_load = load.offline(pd_ratio, self.rounds * load.batch)
         arrivals = offline_load.arrivals()
-        configs = run_plan(policies, [load.length], offline_load.config(load.chunk))
-        jobs = {name: OfflineJob(self.cost, each, arrivals) for name, each in configs.items()}
+        config = offline_load.config(load.chunk)
+        jobs = {}
+        for name, policy_config in run_plan(policies, [load.length], config).items():
+            jobs[name] = OfflineJob(self.cost, policy_config, arrivals)
         runs = self.setup.run_all(offline, jobs)
         base_s = runs["request-level"].makespan_s
         return {name: base_s / run.makespan_s for name, run in runs.items()}

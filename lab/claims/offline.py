@@ -88,8 +88,10 @@ def gains_at_contexts(
     sarathi = gains["sarathi"]
     speedup = expected["decode speedup"]
     shortest, *_ = cases
-    finding.expect(less(1.02, sarathi), RIDING, lab.riding_pays_for(list(cases)))
-    finding.expect(less(1, speedup), RIDING, lab.ridge_above(shortest.batch))
+    pays = lab.riding_pays_for(list(cases))
+    shares_reading = lab.ridge_above(shortest.batch)
+    finding.expect(less(1.02, sarathi), RIDING, pays)
+    finding.expect(less(1, speedup), RIDING, shares_reading)
     lengths = dict(zip(published, gains.xs, strict=True))
     for text, (paper_gain, _) in published.items():
         finding.publish(f"gain at {text}", paper_gain, sarathi, lengths[text])
@@ -269,7 +271,8 @@ def s_f13c(lab: Lab) -> Finding:
     down to whole tiles, so that chunks of 320 are of 256 on a GPU. The paper says neither lengths
     nor P:D."""
     load = load_of_1k(lab)
-    chunk_sizes = [load.chunk * quarters // 4 for quarters in (1, 2, 4, 5, 8)]
+    quarters = (1, 2, 4, 5, 8)
+    chunk_sizes = [load.chunk * number // 4 for number in quarters]
     policies = ["request-level", *(f"sarathi:{chunk}" for chunk in chunk_sizes)]
     gain_of = lab.gains(policies, load, load.pd_ratio)
     finding = Finding(LLAMA_13B)
@@ -283,7 +286,8 @@ def s_f13c(lab: Lab) -> Finding:
     ratios.add("gain", {"256 over the baseline": of_middle})
     ratios.add("gain", {"256 over 64": over(of_middle, gain.at(smallest))})
     over_baseline, over_smallest = ratios
-    finding.expect(less(1.02, over_baseline), RIDING, lab.riding_pays_for([load]))
+    pays = lab.riding_pays_for([load])
+    finding.expect(less(1.02, over_baseline), RIDING, pays)
     finding.expect(
         less(1, over_smallest),
         "Four small chunks read the weights four times, where one does once.",
@@ -354,13 +358,14 @@ def s_4_4(lab: Lab) -> Finding:
     A batch of C tokens has B - 1 decodes, so that the chunk beside them has C - (B - 1)."""
     batch = 4
     output_len = 301  # many, so that parts of a chunk do not matter; the prefill yields the first
+    ratios = (10, 20, 30, 40, 41, 42, 43, 60, 80, 83, 84, 85, 100)
     finding = Finding()
     shares = finding.table("", "P:D", "share of the decodes that ride", ".1%", timed=False)
     title = "P:D from which all decodes ride"
     first_ratio = finding.table(title, "chunk", "P:D", ".3g", timed=False)
     for chunk in (128, 256):
         name = f"chunk {chunk}"
-        for ratio in (10, 20, 30, 40, 41, 42, 43, 60, 80, 83, 84, 85, 100):
+        for ratio in ratios:
             lengths = [(ratio * output_len, output_len)] * (4 * batch)
             run = count_iterations("sarathi", lengths, chunk=chunk, batch=batch)
             steady = metrics.steady(run.iterations, batch)

@@ -52,7 +52,8 @@ def s_f3(lab: Lab) -> Finding:
     )
     finding.expect(falls(shares["decode: linear"]), own_keys)
     finding.expect(rises(shares["decode: attention"]), own_keys)
-    for size, paper in {1: 200, 2: 100, 18: 16.7}.items():
+    published = {1: 200, 2: 100, 18: 16.7}  # batch -> tokens
+    for size, paper in published.items():
         finding.publish(f"prefill tokens that cost a decode, B = {size}", paper, costs, size)
     a_twentieth = Bounded(0.05, "below")
     text = "share of the other operations in a prefill"
@@ -88,9 +89,13 @@ def times_per_token(lab: Lab, finding: Finding) -> tuple[Table, Table, Table]:
                 by_operation[kind].add(size, {name: ms / time.tokens})
             per_token.add(size, {kind: time.total_ms / time.tokens})
             linear.add(size, {kind: time.products_ms / time.tokens})
-            shares.add(size, {f"{kind}: linear": time.products_ms / time.total_ms})
-            shares.add(size, {f"{kind}: attention": time.attention_ms / time.total_ms})
-            shares.add(size, {f"{kind}: other": time.other_ms / time.total_ms})
+            operations_ms = {
+                "linear": time.products_ms,
+                "attention": time.attention_ms,
+                "other": time.other_ms,
+            }
+            for name, ms in operations_ms.items():
+                shares.add(size, {f"{kind}: {name}": ms / time.total_ms})
     return per_token, linear, shares
 
 
@@ -151,7 +156,8 @@ def s_f4a(lab: Lab) -> Finding:
     finding.publish("tokens at which prefill saturates", 512, saturates, "prefill")
     finding.publish("batch at which decode saturates, contexts of 1,024", 256, saturates, "decode")
     peak = 180
-    for tokens, paper in {256: peak * (1 - LESS_AT_256), 512: peak}.items():
+    published = {256: peak * (1 - LESS_AT_256), 512: peak}
+    for tokens, paper in published.items():
         text = f"throughput of {tokens} tokens of prefill in one layer"
         finding.publish(text, paper, prefill, tokens, within=None, unit=" tokens/ms")
     return finding
@@ -172,7 +178,8 @@ def add_throughput(
         table.add(int(tokens), {"prefill": time.tokens_per_ms})
     context = lab.scaled(1024)
     for count in batch_sizes:
-        times = lab.time({"batch": [decodes(count, context)]}, layers)
+        batch = decodes(count, context)
+        times = lab.time({"batch": [batch]}, layers)
         table.add(count, {"decode": times["batch"].tokens_per_ms})
 
 
@@ -235,7 +242,8 @@ def s_f4b(lab: Lab) -> Finding:
         text = f"intensity of {name}, prefill over decode, B = 1"
         finding.publish(text, Bounded(100, "at least"), ratio, 1)
     text = "ridge of an A6000 without tensor cores"
-    finding.publish(text, 53, decode["ridge"], 1, within=None, unit=" flops per byte")
+    ridge_here = decode["ridge"]
+    finding.publish(text, 53, ridge_here, 1, within=None, unit=" flops per byte")
     return finding
 
 
@@ -328,7 +336,10 @@ def s_f7(lab: Lab) -> Finding:
         table.add(int(tokens), {"linear layers": time.products_ms})
     iteration, linear = table
     doubling = {128: 64, 256: 128, 512: 256}
-    step = over_fewer(iteration, "one token more", {256: 255, 257: 256})
+    one_less = {256: 255, 257: 256}
+    step = over_fewer(iteration, "one token more", one_less)
+    few_over_one = over_fewer(linear, "16 tokens over one", {16: 1})
+    doubled_linear = over_fewer(linear, "twice the tokens", doubling)
     finding.expect(
         less(1.1, step, at="end"),
         "The 257th row begins a third tile, which is computed whole.",
@@ -338,19 +349,20 @@ def s_f7(lab: Lab) -> Finding:
         less(step, 1.1, at="start"), "The 256th row fills a tile that is computed whole anyway."
     )
     finding.expect(
-        less(over_fewer(linear, "16 tokens over one", {16: 1}), 2),
+        less(few_over_one, 2),
         "Below the ridge the linear layers take as long as their weights to read.",
         lab.ridge_above(16),
     )
     finding.expect(
-        less(1.5, over_fewer(linear, "twice the tokens", doubling), at="end"),
+        less(1.5, doubled_linear, at="end"),
         "Above the ridge each row is computed, and takes its time.",
         lab.ridge_below(256),
     )
     finding.publish("257 tokens over 256", 1.32, step, 257)
     doubled = over_fewer(iteration, "twice the tokens", doubling)
     finding.publish("256 tokens over 128", 1.27, doubled, 256)
-    for tokens, paper_ms in {128: 55, 256: 69.8, 257: 92.33}.items():
+    published_ms = {128: 55, 256: 69.8, 257: 92.33}
+    for tokens, paper_ms in published_ms.items():
         text = f"iteration of {tokens} tokens"
         finding.publish(
             text,

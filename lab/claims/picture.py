@@ -29,9 +29,10 @@ def draw(
     marks: list[list[Mark]] = [[] for _ in finding.tables]
     beside: dict[str, dict[str, Beside]] = {}
     for number in filter(is_comparable, finding.published):
-        if number.table is not None and has_room(finding.tables[number.table], number):
+        place = number.table
+        if place is not None and has_room(finding.tables[place], number):
             mark = Mark(number.line, number.at, number.paper)
-            marks[number.table].append(mark)
+            marks[place].append(mark)
         else:
             of_unit = beside.setdefault(unit_of(number), {})
             of_unit[number.text] = Beside(number.here, number.paper)
@@ -85,10 +86,13 @@ def has_room(table: Table, number: Published) -> bool:
     numbers: list[float] = []
     for values in table.lines.values():
         numbers += filter(None, values.values())
-    return min(numbers) / FAR < number.paper < FAR * max(numbers)
+    smallest = min(numbers) / FAR
+    largest = max(numbers) * FAR
+    return smallest < number.paper < largest
 
 
 def unit_of(number: Published) -> str:
     """The label of the axis on which a number is drawn, with others like it."""
     units = {"x": "times", "%": "share"}
-    return units.get(number.spec[-1:]) or number.unit.strip() or "number"
+    of_spec = units.get(number.spec[-1:])
+    return of_spec or number.unit.strip() or "number"

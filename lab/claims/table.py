@@ -60,7 +60,8 @@ class Line:
     def x_of(self, extreme: Extreme) -> X:
         """Where its largest or smallest number is, by max or min; the first x if none is known."""
         numbers = self.known
-        return extreme(numbers, key=lambda x: numbers[x], default=self.table.xs[0])
+        first, *_ = self.table.xs
+        return extreme(numbers, key=lambda x: numbers[x], default=first)
 
 
 def over(a: Y, b: Y) -> Y:
@@ -138,7 +139,7 @@ class Table:
         numbers, {(line, x): "1.33x"}, which stand beside ours."""
         rows = []
         for x in self.xs:
-            cells = [show(values.get(x), self.spec) for values in self.lines.values()]
+            cells = [show(line.at(x), self.spec) for line in self]
             papers = [published.get((name, x)) for name in self.lines]
             beside = zip(cells, papers, strict=True)
             texts = [f"{cell} (paper: {paper})" if paper else cell for cell, paper in beside]
