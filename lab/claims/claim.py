@@ -174,8 +174,9 @@ class Finding:
     @property
     def is_timed(self) -> bool:
         """Whether the verdict depends on measured times, not only on what is counted."""
-        compared = [number for number in self.published if number.is_compared]
-        return any(each.timed for each in (*self.checks, *compared))
+        if any(check.timed for check in self.checks):
+            return True
+        return any(number.timed for number in self.published if number.is_compared)
 
     def failures(self, busy: bool = False) -> list[Check]:
         """The checks that do not hold. Of a busy machine those count that compare no times."""

@@ -141,7 +141,8 @@ def ss_f6(lab: CostLab) -> Finding:
     either: 512 tokens take 2.8 times as long as 128."""
     finding = Finding()
     table = finding.table(x="tokens", y="ms", spec=",.1f", log="xy")
-    ratios = finding.table("512 tokens over 128", x="GPUs", y="times as long", spec=".1fx")
+    title = "512 tokens over 128"
+    ratios = finding.table(title, x="GPUs", y="times as long", spec=".1fx")
     for tp in (1, 2, 4, 8):
         cost = CostModel.named("llama2-70b", tp=tp)
         name = f"TP {tp}"
@@ -164,7 +165,9 @@ def ss_f9c(lab: CostLab) -> Finding:
     mistral = lab.on(MISTRAL_7B.cost(lab.setup.cpu_s))
     finding = Finding()
     table = finding.table(x="decodes", y="times as long as alone", spec=".1fx")
-    for batch, context in product((8, 32, 64), (1024, 4096)):
+    batches = (8, 32, 64)
+    contexts = (1024, 4096)
+    for batch, context in product(batches, contexts):
         decode_batch = decodes(batch, context)
         case = {
             "alone": [decode_batch],
@@ -323,7 +326,8 @@ def s_f12(lab: CostLab) -> Finding:
         seconds.add(system, {"median bubble of a request": median(run.bubbles)})
         busy.add(system, {"stages busy": run.utilisation})
     gains = finding.table("gains in makespan", x="variant", y="gain")
-    medians = finding.table("median bubble of a request", x="variant", y="s", spec=".2f")
+    title = "median bubble of a request"
+    medians = finding.table(title, x="variant", y="s", spec=".2f")
     for variant, of_variant in runs.items():
         gains.add(variant, figure_12_gains(of_variant))
         for name, run in of_variant.items():

@@ -157,7 +157,8 @@ def read_results(directory: Path) -> dict[str, Record]:
     if not file.exists():
         return {}
     results = {}
-    for claim_id, row in json.loads(file.read_text("utf-8"))["claims"].items():
+    content = json.loads(file.read_text("utf-8"))
+    for claim_id, row in content["claims"].items():
         try:
             results[claim_id] = Record.from_json(row)
         except (KeyError, TypeError):

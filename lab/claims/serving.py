@@ -81,13 +81,15 @@ def ss_f7(lab: Lab) -> Finding:
     finding.expect(
         less(stalls["request-level"], 1), "Nobody is let in before A and B have all their output."
     )
+    our_stall = 3 * stalls["sarathi-serve"]
+    our_tbt = 2.5 * tbt["sarathi-serve"]
     for policy in ("vllm", "orca"):
-        finding.expect(less(3 * stalls["sarathi-serve"], stalls[policy]), stall)
+        finding.expect(less(our_stall, stalls[policy]), stall)
         finding.expect(
             less(ttft[policy], ttft["request-level"]),
             "C and D wait until A and B have all their output, or for no longer than a prompt.",
         )
-        finding.expect(less(2.5 * tbt["sarathi-serve"], tbt[policy]), stall)
+        finding.expect(less(our_tbt, tbt[policy]), stall)
     finding.tables.append(prompts_in_turn(served))
     of_d = finding.tables[-1]
     finding.expect(
@@ -254,8 +256,9 @@ def ss_f12(lab: Lab) -> Finding:
     finding = Finding(MISTRAL_7B, tables=[table])
     finding.expect(less(1.05, gain, at="start"), STRICT)
     finding.expect(falls(gain), RELAXED)
-    finding.publish("over vLLM, 100 ms", FIGURE_12["100 ms"], gain, table.xs[0])
-    finding.publish("over vLLM, 1 s", FIGURE_12["1 s"], gain, table.xs[-1], device=YI_34B)
+    strict, *_, relaxed = table.xs
+    finding.publish("over vLLM, 100 ms", FIGURE_12["100 ms"], gain, strict)
+    finding.publish("over vLLM, 1 s", FIGURE_12["1 s"], gain, relaxed, device=YI_34B)
     return finding
 
 
@@ -326,7 +329,8 @@ def ss_t4(lab: Lab) -> Finding:
         ("chunked-only", 0, chunked_ttft),
     ]:
         title = line.table.title
-        for lengths, text in {"sharegpt4": "chats", "arxiv": "arxiv"}.items():
+        texts = {"sharegpt4": "chats", "arxiv": "arxiv"}
+        for lengths, text in texts.items():
             published = TABLE_4[lengths]
             paper = published[policy][number] / published["sarathi-serve"][number]
             finding.publish(f"{title}, {policy}, {text}", paper, line, lengths)
@@ -344,7 +348,8 @@ def ss_f1(lab: Lab) -> Finding:
     Figure 1 shows a stall and the tail of TBT over load; Figure 2 is a sketch of who trades
     throughput for TBT."""
     served = {}  # load, as a share of the estimated capacity -> runs
-    for load in lab.pick([0.25, 0.5, ALL], quick=[0.5, ALL]):
+    loads = lab.pick([0.25, 0.5, ALL], quick=[0.5, ALL])
+    for load in loads:
         extra_policies = ["request-level", "orca"] if load == ALL else []
         policies = [*extra_policies, "vllm", SARATHI_SERVE]
         requests = lab.pick(128, cpu=32, quick=12)
@@ -379,7 +384,8 @@ def ss_f1(lab: Lab) -> Finding:
     )
     text = "the longest stall of vLLM, several seconds"
     seconds = Bounded(2.0, "at least")
-    finding.publish(text, seconds, stall["vllm"], ALL, within=None, unit=" s")
+    of_vllm = stall["vllm"]
+    finding.publish(text, seconds, of_vllm, ALL, within=None, unit=" s")
     return finding
 
 
@@ -414,7 +420,8 @@ def tokens_over_time(served: Served) -> list[Table]:
         for name in ("vllm", SARATHI_SERVE)
     }
     seconds = max(completion.latency or 0.0 for completion in completions.values())
-    for point, (name, completion) in product(range(POINTS + 1), completions.items()):
+    points = range(POINTS + 1)
+    for point, (name, completion) in product(points, completions.items()):
         elapsed_s = seconds * point / POINTS
         time = completion.arrival + elapsed_s
         tokens = bisect_right(completion.token_times, time)
@@ -455,7 +462,8 @@ def ss_4_3(lab: Lab) -> Finding:
         "Of 5 and 25 decode iterations a chunk has 4 and 24: six times as long.",
     )
     models = {"strict": "all models", "relaxed": "all models but LLaMA2-70B"}
-    for slo, paper in {"strict": 512, "relaxed": 2048}.items():
+    published = {"strict": 512, "relaxed": 2048}
+    for slo, paper in published.items():
         text = f"token budget, {slo} SLO"
         line = budgets["token budget"]
         within = SAME_SIZE if lab.size == "gpu" else None  # a CPU has another ridge
