@@ -102,7 +102,8 @@ def times_per_token(lab: Lab, finding: Finding) -> tuple[Table, Table, Table]:
 def in_prompt_tokens(per_token: Table) -> Line:
     """What a decode costs, in tokens of a prefill of as many prompts, or of one where these take
     too long to measure: the tokens of several prompts cost as much."""
-    prefill, decode = per_token["prefill"], per_token["decode"]
+    prefill = per_token["prefill"]
+    decode = per_token["decode"]
     costs: dict[X, Y] = {}
     for batch, decode_ms in decode.values.items():
         prefill_ms = prefill.at(batch) or prefill.at(1)
