@@ -26,7 +26,7 @@ from parallel.stages import Stage
 from runtime.torchrun import Place
 from tests import forked
 from tests.forked import ENVIRON, ROOT
-from tests.helpers import tiny_model
+from tests.helpers import tiny_model, with_slow
 from tests.rank_program import ENGINE
 from tests.test_checkpoints import llama_like
 
@@ -158,10 +158,11 @@ ALONE = {
     for rank in (0, 1)
 }
 OTHERS = {
-    "at the end": TWO_PARTS | dict(program="stopped_at_the_end", victim=1),
-    "suspended": TWO_PARTS | dict(program="suspended", seconds=PAUSE_S),
+    "at the end": TWO_PARTS | dict(program="idle", what="SIGSTOP", victim=1, seconds=1),
+    "suspended": TWO_PARTS | dict(program="paused", stopped=True, seconds=PAUSE_S),
     "two nodes": HANGS["rank 0 at rest"] | dict(node_size=2),
-    "rests": TWO_PARTS | dict(program="rests", limits=dict(COMPUTE_LIMIT=4), seconds=6),
+    "rests": TWO_PARTS
+    | dict(program="paused", stopped=False, limits=dict(COMPUTE_LIMIT=4), seconds=6),
 }
 
 
@@ -353,13 +354,11 @@ def test_caches_of_runners_that_are_gone_are_free():
 # steps are atomic
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tp, pp, seeds", [(2, 1, [1]), (1, 4, [1, 2])])
-def test_an_interrupt_while_rank_0_decides_or_waits_changes_no_text(worlds, tp, pp, seeds):
+@pytest.mark.parametrize("tp, pp", with_slow([(1, 2), (2, 1), (1, 4)], fast=[(1, 2)]))
+def test_an_interrupt_while_rank_0_decides_or_waits_changes_no_text(worlds, tp, pp):
     few_pages = ENGINE | dict(page_size=4, pages=8)
     sizes = dict(tp=tp, pp=pp, tiny=dict(n_kv_head=2, n_layer=pp))
-    count = worlds.result(program="interrupted", seeds=seeds, engine=few_pages, **sizes)
-    assert count >= 20
+    assert worlds.result(program="interrupted", seeds=[1], engine=few_pages, **sizes) >= 20
 
 
 @pytest.mark.slow
@@ -371,9 +370,9 @@ def test_a_request_on_its_way_is_aborted_in_its_micro_batch(worlds):
     assert worlds.result(**TWO_STAGES | dict(program="aborts", aborts=2)) == 2
 
 
-def test_a_policy_may_raise_but_a_command_broken_off_is_the_last(worlds):
-    assert worlds.result(**TWO_STAGES | dict(program="policy_raises")) == 1
-    (ended,) = worlds.run(TWO_STAGES | dict(program="command_broken_off"))
+def test_a_command_that_is_broken_off_is_the_last(worlds):
+    job = struck(TWO_STAGES, "raise", "decode", rank=0)
+    (ended,) = worlds.run(job | dict(program="broken_off"))
     check_all_end(ended)
     check_error(ended.errors, "the ranks are out of step, as rank 0 broke a command off")
 
