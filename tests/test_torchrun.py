@@ -1,14 +1,11 @@
 """torchrun's environment variables: a value of no sense is one line that names the variable."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from runtime.memory import check_memory, check_model_fits, free_bytes
 from runtime.torchrun import Place, find_meeting, find_place
-from tests.forked import ENVIRON, ROOT
+from tests import forked
 from tests.helpers import tiny_model
 
 NAMES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
@@ -127,19 +124,6 @@ def test_a_rank_may_load_into_what_others_have_left(monkeypatch):
 SAMPLE = ["sample.py", "--preset", "llama-tiny", "--prompt", "a"]
 
 
-def run(argv, variables):
-    """(status, stdout, stderr) of a program with these environment variables."""
-    done = subprocess.run(
-        [sys.executable, *argv],
-        cwd=ROOT,
-        env=ENVIRON | variables,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
 @pytest.mark.parametrize(
     "argv, variables, message",
     [
@@ -153,7 +137,8 @@ def run(argv, variables):
     ],
 )
 def test_every_program_says_it_in_one_line(argv, variables, message):
-    assert run(argv, variables) == (1, "", f"error: {message}\n")
+    ended = forked.run(*argv, **variables)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", f"error: {message}\n")
 
 
 def test_a_process_that_finds_no_other_says_so():
@@ -164,7 +149,8 @@ def test_a_process_that_finds_no_other_says_so():
         MASTER_ADDR="no.such.machine.invalid",
         MASTER_PORT="1",
     )
-    status, output, errors = run([*SAMPLE, "--tp", "2"], place)
-    assert (status, output) == (1, "")
-    assert errors.count("\n") == 1
-    assert errors.startswith("error: MASTER_ADDR='no.such.machine.invalid': must be the name or ")
+    ended = forked.run(*SAMPLE, "--tp", "2", **place)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.count("\n") == 1
+    message = "error: MASTER_ADDR='no.such.machine.invalid': must be the name or "
+    assert ended.stderr.startswith(message)
