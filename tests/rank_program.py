@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from pathlib import Path
 from random import Random
 
@@ -42,16 +41,7 @@ from parallel.transfer import Link
 from runtime.lone_chunk import lone_chunk
 from sampling import SamplingParams
 from tests.helpers import check_integrity, completions_of
-from tests.rank_stages import (
-    LONG_S,
-    Faulty,
-    FaultyStage,
-    SpoiltStage,
-    model_of,
-    out,
-    send_signal,
-    size,
-)
+from tests.rank_stages import LONG_S, FaultyStage, model_of, out, send_signal, size
 from tests.test_interrupt import FILES, NEVER, Interrupt
 
 KINDS = {"pools": PoolsEngine, "pools chunks": ChunkedPoolsEngine, "replicas": ReplicasEngine}
@@ -66,6 +56,7 @@ PARAMS = [
     SamplingParams(16, logprobs=True),
     SamplingParams(1),
 ]
+REQUESTS = list(zip(PROMPTS, PARAMS, strict=True))
 ENGINE = dict(
     policy="sarathi-serve",
     chunk=6,
@@ -98,7 +89,7 @@ def generate(engine):
 
 def add_all(engine):
     """Add all requests: their ids."""
-    return [engine.add_request(*request) for request in zip(PROMPTS, PARAMS, strict=True)]
+    return [engine.add_request(*request) for request in REQUESTS]
 
 
 def check_nothing_is_left(engine):
@@ -113,8 +104,7 @@ def check_nothing_is_left(engine):
 
 def serve(job):
     """The answers to all requests under each of the job's `engines`, with its `fault`, if any."""
-    Faulty.fault = job.get("fault")
-    model = model_of(job, FaultyStage if "fault" in job else SpoiltStage)
+    model = model_of(job)
     return [serve_all(engine_of(job, model, settings), job) for settings in job["engines"]]
 
 
@@ -220,34 +210,7 @@ def on_their_way(engine):
     return {r.id for r in sum(running, [])} if in_flight and all(running) else set()
 
 
-def policy_raises(job):
-    """Serve, while the policy raises once: how often a step did."""
-    engine = engine_of(job)
-    expected = [c.tokens for c in generate(engine)]
-    ids = add_all(engine)
-    scheduler = engine.schedulers[-1]
-    schedule = scheduler.schedule
-    turns = count()
-
-    def failing():
-        if next(turns) == 2:
-            raise ArithmeticError
-        return schedule()
-
-    scheduler.schedule = failing
-    errors = 0
-    done = {}
-    while engine.has_work:
-        try:
-            done |= completions_of(engine.step())
-        except ArithmeticError:
-            errors += 1
-    assert [done[i].tokens for i in ids] == expected
-    return errors
-
-
 # interrupts
-
 
 DECIDING = [parallel.stages, parallel.instances, parallel.transfer, policies.pools]
 COMMANDS = (Ranks.command.__code__, Ranks.tell.__code__, Link.send.__code__)
@@ -269,12 +232,11 @@ def interrupted(job):
     FILES.add(parallel.ranks.__file__)
     engine = engine_of(job)
     expected = generate(engine)
-    requests = list(zip(PROMPTS, PARAMS, strict=True))
     interrupts = 0
     for seed in job["seeds"]:
         random = Random(seed)
         gaps = [random.randint(1, 600) for _ in range(30)]
-        interrupts += serve_interrupted(engine, requests, gaps, expected)
+        interrupts += serve_interrupted(engine, REQUESTS, gaps, expected)
     return interrupts
 
 
@@ -322,31 +284,23 @@ def serve_interrupted(engine, requests, gaps, expected):
     return interrupts
 
 
-def command_broken_off(job):
-    """The model raises on rank 0 while it serves, and rank 0 goes on."""
-    Faulty.fault = dict(what="raise", when="decode", rank=0)
-    engine = engine_of(job, model_of(job, FaultyStage))
-    engine.add_request([1, 2, 3], SamplingParams(9))
-    while engine.has_work:
-        with suppress(ArithmeticError):
-            engine.step()
-
-
-def transfer_broken_off(job):
-    """Ctrl-C comes between the two messages of a transfer, and rank 0 goes on."""
+def broken_off(job):
+    """Serve, and go on whatever is raised on rank 0: by the job's fault, or by a Ctrl-C between the
+    two messages of a transfer, if there are several instances."""
     engine = engine_of(job)
     engine.add_request([1, 2, 3], SamplingParams(9))
     isend = dist.isend
 
-    def broken(tensor, *arguments, **options):
+    def interrupted_isend(tensor, *arguments, **options):
         if tensor.dtype == engine.runner.model.dtype:
             dist.isend = isend
             raise KeyboardInterrupt
         return isend(tensor, *arguments, **options)
 
-    dist.isend = broken
+    if "copies" in job:
+        dist.isend = interrupted_isend
     while engine.has_work:
-        with suppress(KeyboardInterrupt):
+        with suppress(ArithmeticError, KeyboardInterrupt):
             engine.step()
 
 
@@ -354,48 +308,44 @@ def transfer_broken_off(job):
 
 
 def idle(job):
-    """Send the signal `what` to a rank, which may be this one, while all have nothing to do."""
+    """Send the signal `what` to a rank, which may be this one, while all have nothing to do. End
+    after `seconds`."""
     model_of(job)
     send_signal(job["what"], pid_of(job["victim"]))
-    time.sleep(LONG_S)
+    time.sleep(job.get("seconds", LONG_S))
 
 
-def stopped_at_the_end(job):
-    """Stop a rank, and end."""
-    model_of(job)
-    send_signal("SIGSTOP", pid_of(job["victim"]))
-    time.sleep(1)  # until all of its threads stand still
-
-
-def suspended(job):
-    """Serve; then stop all ranks for so many `seconds`, as Ctrl-Z does, and serve again."""
+def paused(job):
+    """Serve, rest for so many `seconds`, or be stopped meanwhile as by Ctrl-Z, and serve again: how
+    long each rank has waited for commands since."""
     engine = engine_of(job)
     before = serve_as_they_come(engine)
+    seconds_before = engine.ranks.call("seconds")
+    if job["stopped"]:
+        stop_all(job)
+    else:
+        time.sleep(job["seconds"])
+    after = serve_as_they_come(engine)
+    assert [c.tokens for c in before] == [c.tokens for c in after]
+    seconds_after = engine.ranks.call("seconds")
+    pairs = zip(seconds_before, seconds_after, strict=True)
+    return [after.waited - before.waited for before, after in pairs]
+
+
+def stop_all(job):
+    """Stop all ranks for so many `seconds`, this one last."""
     pids = [pid_of(rank) for rank in range(size(job))]
     numbers = " ".join(map(str, pids))
     wakes = subprocess.Popen(["sh", "-c", f"sleep {job['seconds']}; kill -CONT {numbers}"])
-    for pid in reversed(pids):  # this one is the last
+    for pid in reversed(pids):
         os.kill(pid, signal.SIGSTOP)
     wakes.wait()
     time.sleep(3 * parallel.watch.BEAT_S)
-    after = serve_as_they_come(engine)
-    return [c.tokens for c in before] == [c.tokens for c in after]
 
 
 def pid_of(rank):
     """The process of a rank."""
     return int(out(f"{rank}.pid").read_text())
-
-
-def rests(job):
-    """Serve, rest for so many `seconds`, and serve again: how long each rank has waited since."""
-    engine = engine_of(job)
-    serve_as_they_come(engine)
-    before = engine.ranks.call("seconds")
-    time.sleep(job["seconds"])
-    serve_as_they_come(engine)
-    after = engine.ranks.call("seconds")
-    return [b.waited - a.waited for a, b in zip(before, after, strict=True)]
 
 
 def clocks(job):
@@ -408,8 +358,7 @@ def clocks(job):
 
 def waits(job):
     """How long each stage has waited before each of two batches. Rank 0 is late in the first."""
-    Faulty.fault = job["fault"]
-    model = model_of(job, FaultyStage)
+    model = model_of(job)
     runner = runner_for(model)(model, pages=1, page_size=16, max_len=16)
     waited = []
     for start in (0, 3):
@@ -419,7 +368,7 @@ def waits(job):
     return waited
 
 
-class UnequalStage(SpoiltStage):
+class UnequalStage(FaultyStage):
     """A stage with room for 40 pages on rank 0, 24 on others."""
 
     def available_pages(self, config):

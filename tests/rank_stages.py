@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,60 +21,40 @@ from tests.helpers import tiny_model
 LONG_S = 60  # longer than any world may take
 
 
-def shard_of(model, ranks):
-    """The part of a GPT that a rank has, as a Shard."""
-    shard = Shard(model.config, ranks, dtype=model.dtype, seed=None)
-    whole = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in shard.named_parameters():
-        slices = shard.slices_of(name)
-        parts = views(parameter, slices)
-        for part, (start, end) in zip(parts, slices.ranges, strict=True):
-            part.copy_(whole[slices.source].narrow(slices.dim, start, end - start))
-    return shard
+class Faulty:
+    """A stage that fails as `fault` says: `what` happens on `rank` when it is loaded, in the first
+    batch that has prefill, or the first that has none, between two parts of a layer.
 
+    Its caches hold big numbers until they are written: nobody may read them."""
 
-class Spoilt:
-    """A stage whose caches hold big numbers until they are written: nobody may read them."""
+    fault = None
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.suffer("load")
 
     def make_runner(self, key, *sizes):
         made = super().make_runner(key, *sizes)
         self.runners[key].cache.data.fill_(1e4)
         return made
 
-
-class Faulty(Spoilt):
-    """A stage that fails as `fault` says: `what` happens on `rank` when it is loaded, in the first
-    batch that has prefill, or the first that has none, between two parts of a layer."""
-
-    fault = None
-
-    def __init__(self, model):
-        super().__init__(model)
-        fault = self.fault
-        if fault and fault["when"] == "load" and fault["rank"] == model.ranks.rank:
-            suffer(fault)
-
     def run(self, key, sent):
         kind = "prefill" if any(len(chunk.tokens) > 1 for chunk in sent) else "decode"
-        rank = self.model.ranks.rank
-        if self.fault and self.fault["rank"] == rank and self.fault["when"] == kind:
-            block = self.model.blocks[-1]
-            self.fault["project"] = block.project
-            block.project = self.strike
+        block = self.model.blocks[-1]
+        block.project = partial(self.project, kind, block)
         return super().run(key, sent)
 
-    def strike(self, *rows):
-        """Suffer the fault, once."""
+    def project(self, kind, block, *rows):
+        """Compute the first part of a layer."""
+        self.suffer(kind)
+        return type(block).project(block, *rows)
+
+    def suffer(self, when):
+        """Suffer the fault, once, if this is the rank and the time for it."""
         fault = self.fault
-        self.fault = None
-        project = fault["project"]
-        self.model.blocks[-1].project = project
-        suffer(fault)
-        return project(*rows)
-
-
-class SpoiltStage(Spoilt, Stage):
-    """The part of a model."""
+        if fault and (fault["rank"], fault["when"]) == (self.model.ranks.rank, when):
+            self.fault = None
+            suffer(fault)
 
 
 class FaultyStage(Faulty, Stage):
@@ -87,8 +68,7 @@ class FaultyInstance(Faulty, Instance):
 
     def _receive(self):
         received = super()._receive()
-        if self.fault and self.fault["when"] == "on the link":
-            suffer(self.fault)
+        self.suffer("on the link")
         time.sleep(self.link_s)
         return received
 
@@ -126,29 +106,42 @@ def suffer(fault):
         send_signal(what, os.getpid())
 
 
-def model_of(job, stage=SpoiltStage):
+def model_of(job, stage=FaultyStage):
     """The model of a job, that of one process or of several: from `tiny`, arguments of tiny_model;
     from `random`, a GPTConfig whose weights have a seed; or from a `checkpoint`, which may be one
     for each rank."""
     if "checkpoint" in job:
         return load_checkpoint(job)
-
-    def make(ranks):
-        if "random" in job:
-            config = GPTConfig(**job["random"])
-            if ranks is None:
-                return GPT(config, dtype=torch.float64, seed=7)
-            return Shard(config, ranks, dtype=torch.float64, seed=7)
-        model = tiny_model(**job["tiny"])
-        return model if ranks is None else shard_of(model, ranks)
-
     if size(job) == 1:
-        return make(None)
+        return whole_of(job)
+    Faulty.fault = job.get("fault")
     ranks = Ranks(job["tp"], job["pp"], copies=job.get("copies", 1))
     if ranks.copies > 1:
         FaultyInstance.link_s = job.get("link_s", 0.0)
         stage = FaultyInstance
-    return ranks.start(lambda: stage(make(ranks))).model
+    return ranks.start(lambda: stage(shard_of(job, ranks))).model
+
+
+def whole_of(job):
+    """The model of a job in one process."""
+    if "random" in job:
+        return GPT(GPTConfig(**job["random"]), dtype=torch.float64, seed=7)
+    return tiny_model(**job["tiny"])
+
+
+def shard_of(job, ranks):
+    """The part of the model that a rank has."""
+    if "random" in job:
+        return Shard(GPTConfig(**job["random"]), ranks, dtype=torch.float64, seed=7)
+    model = tiny_model(**job["tiny"])
+    shard = Shard(model.config, ranks, dtype=model.dtype, seed=None)
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in shard.named_parameters():
+        slices = shard.slices_of(name)
+        parts = views(parameter, slices)
+        for part, (start, end) in zip(parts, slices.ranges, strict=True):
+            part.copy_(whole[slices.source].narrow(slices.dim, start, end - start))
+    return shard
 
 
 def size(job):

@@ -5,8 +5,9 @@ import pytest
 from pretrained.chat import ChatTemplate
 from pretrained.tokenizers import load_chat
 from server.app import encode_prompts
-from server.protocol import ApiError, ChatRequest
+from server.protocol import ChatRequest
 from tests.servers import letters
+from tests.test_server_clients import refusal
 from tests.test_tokenizers import sentencepiece_directory
 
 PARTS = [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}]
@@ -96,11 +97,8 @@ def test_an_error_of_a_template_does_not_tell_where_the_checkpoint_is(tmp_path):
     sentencepiece_directory(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no\\nchats') }}")
     body = ChatRequest(model="x", messages=[{"role": "user", "content": "y"}])
-    with pytest.raises(ApiError) as refused:
-        encode_prompts(body, letters, load_chat(tmp_path), 100)
-    error = refused.value.detail["error"]
-    assert error["message"] == "messages: no chat: TemplateError: no chats"
-    assert (refused.value.status_code, error["param"]) == (400, "messages")
+    refused = refusal(encode_prompts, body, letters, load_chat(tmp_path), 100)
+    assert refused == (400, "messages", "messages: no chat: TemplateError: no chats")
 
 
 def test_a_template_does_not_grow_with_those_before_it():

@@ -59,11 +59,15 @@ for made in KINDS.values():
     made.bos_token_id = made.eos_token_id = None  # nothing stops early
 
 
-def make(kind):
+def make(kind, n_layer=2, dtype=torch.float32):
     """A transformers model whose every parameter matters: large weights, no norm 1, no bias 0."""
+    config = copy.deepcopy(KINDS[kind])
+    config.num_hidden_layers = n_layer
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1] * n_layer
     torch.manual_seed(0)
-    config = dict(config=KINDS[kind], attn_implementation="sdpa")
-    model = transformers.AutoModelForCausalLM.from_config(**config).eval()
+    options = dict(attn_implementation="sdpa", dtype=dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.normal_(0, 0.3)

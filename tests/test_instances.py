@@ -151,7 +151,7 @@ def test_when_one_of_two_pools_is_lost_both_end_and_one_line_names_it(worlds):
 
 
 def test_a_transfer_that_is_broken_off_is_the_last(worlds):
-    (ended,) = worlds.run(POOLS | dict(program="transfer_broken_off"))
+    (ended,) = worlds.run(POOLS | dict(program="broken_off"))
     check_all_end(ended)
     check_error(ended.errors, "the ranks are out of step, as rank 0 broke a command off")
 

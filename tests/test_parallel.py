@@ -8,7 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 
 from config import EngineConfig
@@ -22,7 +21,7 @@ from pretrained.geometry import GPTConfig
 from tests import rank_program
 from tests.helpers import GROWING, tiny_model, with_slow
 from tests.rank_program import ABORTED, ENGINE, STOPPED
-from tests.test_checkpoints import gpt2, llama_like
+from tests.test_checkpoints import make
 
 WORLDS = [(2, 1), (1, 2), (4, 1), (1, 4), (2, 2)]
 FEW = ENGINE | dict(page_size=4, pages=8)  # of each micro-batch: too few for three requests
@@ -127,35 +126,12 @@ def test_a_budget_found_at_start_up_changes_no_text(worlds):
     check(worlds, 1, 2, [auto], tiny=dict(n_layer=2))
 
 
-QWEN = dict(num_key_value_heads=2, tie_word_embeddings=True)
-CHECKPOINTS = {  # what they are to transformers
-    "gpt2": gpt2,
-    "llama": partial(llama_like, num_key_value_heads=1, rms_norm_eps=0.1),
-    "qwen2": partial(llama_like, transformers.Qwen2Config, **QWEN),
-    "qwen3": partial(llama_like, transformers.Qwen3Config, **QWEN, head_dim=16),
-}
-
-
-def save(kind, directory, n_layer=None):
-    """A random model of transformers in float64, whose every parameter matters."""
-    config = CHECKPOINTS[kind]()
-    if n_layer:
-        config.bos_token_id = config.eos_token_id = None
-        config.num_hidden_layers = n_layer
-        config.layer_types = ["full_attention"] * n_layer
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.normal_(0, 0.3)
-            if p.ndim == 1 and name.endswith("weight"):
-                p += 1
-    model.save_pretrained(directory)
+CHECKPOINTS = ["gpt2", "llama", "qwen2", "qwen3"]
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_a_checkpoint_is_loaded_in_parts(worlds, tmp_path, kind):
-    save(kind, tmp_path, n_layer=4)
+    make(kind, n_layer=4, dtype=torch.float64).save_pretrained(tmp_path)
     check(worlds, 2, 2, [ENGINE], checkpoint=str(tmp_path))
 
 
@@ -176,7 +152,7 @@ def shards_of(whole, tp, pp, **options):
 @pytest.mark.parametrize("tp, pp", [(4, 1), (2, 2)])
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_a_rank_reads_no_more_of_a_checkpoint_than_it_keeps(tmp_path, monkeypatch, kind, tp, pp):
-    save(kind, tmp_path)
+    make(kind).save_pretrained(tmp_path)
     read = []
 
     class Counted:

@@ -6,13 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from datetime import timedelta
 from threading import Timer
-from urllib.error import URLError
-from urllib.request import Request, urlopen
 
+import httpx2 as httpx
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,11 +24,11 @@ from parallel.stages import Stage
 from runtime.torchrun import Place
 from tests import forked
 from tests.forked import ENVIRON, ROOT
-from tests.helpers import tiny_model
+from tests.helpers import tiny_model, with_slow
 from tests.rank_program import ENGINE
+from tests.servers import wait_for
 from tests.test_checkpoints import llama_like
 
-LIMIT_S = 15
 WORLDS = [dict(tp=2, pp=1), dict(tp=1, pp=2), dict(tp=2, pp=2)]
 JOB = dict(
     program="serve",
@@ -60,11 +58,10 @@ def check_error(errors, *parts):
     assert "Traceback" not in errors
 
 
-def check_all_end(ended, limit_s=LIMIT_S):
-    """All ranks end soon, and not as if all had gone well."""
+def check_all_end(ended):
+    """All ranks end by themselves, and not as if all had gone well."""
     assert ended.result is None
     assert {0, "hangs"}.isdisjoint(ended.statuses.values()), ended
-    assert max(ended.seconds.values()) < limit_s, ended
 
 
 def check_all_is_well(ended):
@@ -128,7 +125,7 @@ def test_ranks_that_cannot_work_together_say_so(worlds, tmp_path):
         others, divided, in_use = worlds.run(unequal, JOB | dict(tp=1, pp=3), blocked)
     for ended in (others, divided, in_use):
         assert ended.statuses[0] not in (0, "hangs")
-        assert max(ended.seconds.values()) < LIMIT_S
+        assert "hangs" not in ended.statuses.values()
     check_error(others.errors, "rank 1 has another model, or other weights, than rank 0")
     check_error(in_use.errors, str(port), "in use")
     assert error_lines(divided.errors) == ["error: pp=3: must divide n_layer=2"]
@@ -158,10 +155,11 @@ ALONE = {
     for rank in (0, 1)
 }
 OTHERS = {
-    "at the end": TWO_PARTS | dict(program="stopped_at_the_end", victim=1),
-    "suspended": TWO_PARTS | dict(program="suspended", seconds=PAUSE_S),
+    "at the end": TWO_PARTS | dict(program="idle", what="SIGSTOP", victim=1, seconds=1),
+    "suspended": TWO_PARTS | dict(program="paused", stopped=True, seconds=PAUSE_S),
     "two nodes": HANGS["rank 0 at rest"] | dict(node_size=2),
-    "rests": TWO_PARTS | dict(program="rests", limits=dict(COMPUTE_LIMIT=4), seconds=6),
+    "rests": TWO_PARTS
+    | dict(program="paused", stopped=False, limits=dict(COMPUTE_LIMIT=4), seconds=6),
 }
 
 
@@ -174,7 +172,7 @@ def slow_worlds(worlds):
 
 def check_hang_ends(ended, killed, *lines):
     """All ranks end soon: the one that is stopped is killed, and these lines say why."""
-    check_all_end(ended, limit_s=30)
+    check_all_end(ended)
     assert ended.statuses[killed] == -signal.SIGKILL
     assert error_lines(ended.errors) == [f"error: {line}" for line in lines]
     assert "Traceback" not in ended.errors
@@ -236,7 +234,7 @@ def test_nodes_whose_clocks_differ_agree_on_the_time(worlds):
 def test_a_stage_waits_for_the_one_before(worlds):
     late = struck(TWO_STAGES, "be late", "prefill", rank=0, seconds=3)
     (_, first), (_, second) = worlds.result(**late | dict(program="waits"))
-    assert second < 2.9 < first < 20
+    assert first > 2.9 > second
 
 
 @pytest.mark.parametrize("sizes", [dict(pp=2), dict(pp=1, copies=2, kind="replicas")])
@@ -264,12 +262,7 @@ def test_the_rank_that_does_not_come_is_named(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(meeting, "rendezvous", lambda *_, **__: iter([(store, 0, 3)]))
     monkeypatch.setattr(meeting, "MEETING_LIMIT", timedelta(seconds=1))
-    place = Place(
-        rank=0,
-        world_size=3,
-        local_rank=0,
-        local_world_size=3,
-    )
+    place = Place(rank=0, world_size=3, local_rank=0, local_world_size=3)
     store.set("rank 1", "is here")
     with pytest.raises(ConnectionError, match="^rank 2 has not come to node:29500 in 1 s$"):
         meeting.meet(place, "node", 29500, timedelta(hours=1))
@@ -292,12 +285,7 @@ def test_only_living_ranks_of_the_same_torchrun_are_killed(monkeypatch):
 
 def new_watch(rank, processes=()):
     """What watches on a rank of five, in this process."""
-    place = Place(
-        rank=rank,
-        world_size=5,
-        local_rank=0,
-        local_world_size=5,
-    )
+    place = Place(rank, world_size=5, local_rank=0, local_world_size=5)
     return watch.Watch(place, processes, peers=range(1, 5), send=lambda message: None)
 
 
@@ -329,12 +317,7 @@ def test_each_process_of_a_node_has_a_gpu_of_its_own(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    place = Place(
-        rank=5,
-        world_size=6,
-        local_rank=1,
-        local_world_size=2,
-    )
+    place = Place(rank=5, world_size=6, local_rank=1, local_world_size=2)
     assert meeting.device_of("cuda", place) == torch.device("cuda:1")
     assert chosen == [torch.device("cuda:1")]
     assert meeting.device_of("cpu", place) == torch.device("cpu")
@@ -353,13 +336,11 @@ def test_caches_of_runners_that_are_gone_are_free():
 # steps are atomic
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tp, pp, seeds", [(2, 1, [1]), (1, 4, [1, 2])])
-def test_an_interrupt_while_rank_0_decides_or_waits_changes_no_text(worlds, tp, pp, seeds):
+@pytest.mark.parametrize("tp, pp", with_slow([(1, 2), (2, 1), (1, 4)], fast=[(1, 2)]))
+def test_an_interrupt_while_rank_0_decides_or_waits_changes_no_text(worlds, tp, pp):
     few_pages = ENGINE | dict(page_size=4, pages=8)
     sizes = dict(tp=tp, pp=pp, tiny=dict(n_kv_head=2, n_layer=pp))
-    count = worlds.result(program="interrupted", seeds=seeds, engine=few_pages, **sizes)
-    assert count >= 20
+    assert worlds.result(program="interrupted", seeds=[1], engine=few_pages, **sizes) >= 20
 
 
 @pytest.mark.slow
@@ -371,9 +352,9 @@ def test_a_request_on_its_way_is_aborted_in_its_micro_batch(worlds):
     assert worlds.result(**TWO_STAGES | dict(program="aborts", aborts=2)) == 2
 
 
-def test_a_policy_may_raise_but_a_command_broken_off_is_the_last(worlds):
-    assert worlds.result(**TWO_STAGES | dict(program="policy_raises")) == 1
-    (ended,) = worlds.run(TWO_STAGES | dict(program="command_broken_off"))
+def test_a_command_that_is_broken_off_is_the_last(worlds):
+    job = struck(TWO_STAGES, "raise", "decode", rank=0)
+    (ended,) = worlds.run(job | dict(program="broken_off"))
     check_all_end(ended)
     check_error(ended.errors, "the ranks are out of step, as rank 0 broke a command off")
 
@@ -442,16 +423,14 @@ def test_under_torchrun_nothing_is_left_behind(tmp_path, target):
     world = torchrun(f"--master-port={port}", "-m", "tests.rank_program", **environ)
     pids = []
     try:
-        wait_for_file(tmp_path / "out.struck")
+        wait_for((tmp_path / "out.struck").exists, seconds=60)
         pids = [int((tmp_path / f"out.{rank}.pid").read_text()) for rank in (0, 1)]
-        began = time.monotonic()
         if target == "a rank":
             os.kill(pids[1], signal.SIGKILL)
         else:
             for pid in (world.pid, *pids):
                 os.kill(pid, signal.SIGINT)
         _, errors = world.communicate(timeout=60)
-        assert time.monotonic() - began < LIMIT_S
     finally:
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -466,14 +445,6 @@ def test_under_torchrun_nothing_is_left_behind(tmp_path, target):
     socket.create_server(("127.0.0.1", port)).close()
 
 
-def wait_for_file(file):
-    """Wait until a rank has been struck, which makes this file."""
-    end = time.monotonic() + 60
-    while not file.exists():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 def test_a_server_on_two_ranks_says_what_one_process_says(capsys):
     sample.main([*MODEL, *GREEDY, "--prompt", "abc"])
@@ -483,28 +454,19 @@ def test_a_server_on_two_ranks_says_what_one_process_says(capsys):
     server = ["-m", "server", *MODEL, "--max-len", "32", "--pp", "2", f"--port={port}"]
     world = torchrun("--standalone", *server)
     url = f"http://127.0.0.1:{port}/v1/completions"
-    body = dict(
-        model="llama-tiny",
-        prompt="abc",
-        max_tokens=9,
-        temperature=0,
-    )
-    headers = {"content-type": "application/json"}
-    request = Request(url, json.dumps(body).encode(), headers)
+    body = dict(prompt="abc", max_tokens=9, temperature=0)
     try:
-        answer = None
-        end = time.monotonic() + 60
-        while answer is None:
-            try:
-                answer = json.load(urlopen(request, timeout=30))
-            except URLError:  # not yet
-                assert time.monotonic() < end
-                assert world.poll() is None
-                time.sleep(0.1)
+        wait_for(lambda: listens(port) or world.poll() is not None, seconds=60)
+        answer = httpx.post(url, json=body, timeout=30).json()
     finally:
         world.send_signal(signal.SIGTERM)
         _, errors = world.communicate(timeout=60)
     assert "forcefully" not in errors  # as torchrun says when it kills who hangs
     assert answer["choices"][0]["text"] == expected
-    with pytest.raises(URLError):
-        urlopen(url, timeout=5)
+    assert not listens(port)
+
+
+def listens(port):
+    """Whether a server listens at this port."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0

@@ -281,9 +281,12 @@ def test_stop_tokens_are_those_of_generation_config_then_config(tmp_path, make, 
 
 
 def test_without_a_tokenizer_the_file_to_put_there_is_named(tmp_path):
-    (tmp_path / "tokenizer.json").mkdir()
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path}.*tokenizer.json"):
-        load_tokenizer(tmp_path)
+    directory = tmp_path / "a\nb\x1b"
+    (directory / "tokenizer.json").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="has no tokenizer.json") as error:
+        load_tokenizer(directory)
+    assert str(tmp_path) in str(error.value)
+    assert str(error.value).isprintable()
 
 
 SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\x05\n\x03<s>\x15"
