@@ -213,8 +213,10 @@ class Ledger:
         tokens = completion.tokens
         expected = self.expected(prompt, params)
         assert completion.prompt == list(prompt)
-        assert completion.token_times == sorted(completion.token_times)
-        assert len(completion.token_times) == len(tokens)
+        times = completion.token_times
+        assert times == sorted(times)
+        assert not times or completion.scheduled <= times[0]
+        assert len(times) == len(tokens)
         assert len(completion.logprobs or ()) == len(tokens) * params.logprobs
         if completion.finish_reason == "abort":
             assert tokens == expected[: len(tokens)]
