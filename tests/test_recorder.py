@@ -10,7 +10,7 @@ from policies.observers import Iteration
 from policies.pages import CachedPages
 from sampling import SamplingParams
 from scheduler import Request
-from tests.helpers import tiny_model
+from tests.helpers import advance, tiny_model
 from tests.pages import Truth, in_turn
 
 
@@ -27,9 +27,8 @@ def decided(policy, requests, pages=16, page_size=16, max_batch=4, **options):
         batch = scheduler.next_batch()
         iteration = Iteration.of(scheduler, batch, now, end=now)
         iteration = iteration._replace(end=now + 1, launch=now + 0.25)
-        tokens = [0 if chunk.yields_token else None for chunk in batch]
         now += 1
-        scheduler.advance(batch, tokens, now)
+        advance(scheduler, batch, now)
         recorder.add(iteration)
     return in_turn(recorder)
 
@@ -53,16 +52,12 @@ def test_a_record_says_what_was_computed_and_what_the_budget_was():
         ("sarathi-serve", dict(chunk=64), ["budget", 0, 40]),
         ("orca-best", dict(chunk=32), ["policy"]),
         ("orca", dict(chunk=32), ["pages", 8, 0]),  # of max_len
+        ("vllm", dict(chunk=32), ["budget", 8, 40]),  # of max_len = 128, which it does not cut
     ],
 )
 def test_the_reason_why_the_head_of_the_queue_waits_is_recorded(policy, options, why):
-    records = decided(policy, [(40, 9), (40, 9), (40, 9)], **options)
+    records = decided(policy, [(40, 9)] * 4, **options)
     assert why in [record["why"] for record in records]
-
-
-def test_a_prompt_that_is_not_cut_waits_for_budget_of_its_whole_length():
-    first, *_ = decided("vllm", [(100, 3), (40, 3)], chunk=32)
-    assert first["why"] == ["budget", 28, 40]
 
 
 def test_pages_needed_are_fewer_when_shared_and_include_unread_ones():
@@ -73,7 +68,7 @@ def test_pages_needed_are_fewer_when_shared_and_include_unread_ones():
     def step(scheduler):
         batch = scheduler.next_batch()
         why = why_head_waits(scheduler, batch)
-        scheduler.advance(batch, [0 if chunk.yields_token else None for chunk in batch], 0.0)
+        advance(scheduler, batch)
         return why
 
     scheduler = make()

@@ -31,6 +31,7 @@ from tests.pages import (
     SLO_S,
     a_load,
     a_stall,
+    data_of,
     expected_metrics,
     in_turn,
     opened,
@@ -421,9 +422,9 @@ def test_the_bench_writes_a_page(command, tmp_path, capsys):
     names = ["request-level", "sarathi-serve"]
     main([*command.split(), "--policies", ",".join(names), "--html", str(file)])
     assert capsys.readouterr().out.endswith(f"wrote {file}, open {file.as_uri()}\n")
-    data = json.loads(file.read_text().split('id="data">')[1].split("</script>")[0])
-    assert [run["name"] for run in data["runs"]] == names
-    assert all(run["settings"]["pages"] and run["data"] for run in data["runs"])
+    runs = data_of(file)["runs"]
+    assert [run["name"] for run in runs] == names
+    assert all(run["settings"]["pages"] and run["data"] for run in runs)
 
 
 @contextmanager
