@@ -337,11 +337,6 @@ def check_batch(scheduler, batch):
         assert chunk.end <= len(chunk.pages) * scheduler.pages.page_size
 
 
-def percentile(values, p):
-    """The smallest of the values that at least p % of them do not exceed."""
-    return sorted(values)[max(0, math.ceil(len(values) * p / 100) - 1)]
-
-
 def check_integrity(pages, tables=None):
     """Assert that every page is free or owned; and, with `tables`, the block tables of all
     requests, that these are all that is owned. No page is in two of them, but for `prefix_caching`,
