@@ -377,39 +377,40 @@ SIMULATED = "--simulate a100-80gb --preset llama3-8b --max-len 512 --requests 16
 BREAKS = "(breaks 'no decode dropped')"
 
 
-@pytest.mark.parametrize("command", ["serve", "capacity"])
-def test_a_policy_that_breaks_a_rule_meets_no_slo(command, tmp_path, capsys):
-    policy = write_policy(tmp_path, DROPS)
-    rate = "--qps 1" if command == "serve" else ""
-    file = tmp_path / "run.json"
-    argv = f"{command} {SIMULATED} {rate} --policies sarathi-serve,{policy} --json {file}"
-    bench.main(argv.split())
+def marked(command, policy, capsys):
+    """What a command prints of this policy, which it marks, and of sarathi-serve."""
+    bench.main([*command.split(), "--policies", f"sarathi-serve,{policy}"])
     text = capsys.readouterr().out
-    sentence = "the rule 'no decode dropped' is broken: waits while 1 other decodes (request "
-    assert text.count(f"\n{sentence}") == 1
+    assert text.count("\nthe rule 'no decode dropped' is broken: waits while 1 other decodes") == 1
     assert f"| {policy} {BREAKS} " in text and "sarathi-serve (breaks" not in text
-    report = json.loads(file.read_text())
-    conclusion = " ".join(report["conclusion"].split())
-    assert f"{policy} (the rule 'no decode dropped' is broken)" in conclusion
-    results = report.get("runs") or report["results"]
-    assert results["sarathi-serve"].get("met") and not results[policy].get("met")
-    if command == "serve":
-        assert results[policy]["broken_rule"] == "no decode dropped"
-        assert f"met by sarathi-serve; not met by {policy}" in conclusion
-    else:
-        assert results[policy]["bound"] == "below" and len(results[policy]["points"]) == 1
+    return " ".join(text.split())
+
+
+def test_serve_marks_a_policy_that_breaks_a_rule_and_it_meets_no_slo(tmp_path, capsys):
+    policy = write_policy(tmp_path, DROPS)
+    file = tmp_path / "run.json"
+    text = marked(f"serve {SIMULATED} --qps 1 --json {file}", policy, capsys)
+    assert f"{policy} (the rule 'no decode dropped' is broken)" in text
+    assert f"met by sarathi-serve; not met by {policy}" in text
+    runs = json.loads(file.read_text())["runs"]
+    assert runs["sarathi-serve"]["met"] and not runs[policy]["met"]
+    assert runs[policy]["broken_rule"] == "no decode dropped"
+
+
+def test_capacity_marks_a_policy_that_breaks_a_rule_and_runs_it_once(tmp_path, capsys):
+    policy = write_policy(tmp_path, DROPS)
+    file = tmp_path / "run.json"
+    text = marked(f"capacity {SIMULATED} --json {file}", policy, capsys)
+    assert f"{policy} (the rule 'no decode dropped' is broken)" in text
+    result = json.loads(file.read_text())["results"][policy]
+    assert result["bound"] == "below" and len(result["points"]) == 1
 
 
 def test_offline_marks_a_policy_that_breaks_a_rule(tmp_path, capsys):
-    policy = write_policy(tmp_path, DROPS)
+    policy = f"{write_policy(tmp_path, DROPS)}:8"
     sizes = "--preset llama-tiny --device cpu --seq-len 40 --chunk 8 --batch 2 --requests 3"
-    bench.main(["offline", *sizes.split(), "--policies", f"sarathi-serve,{policy}:8"])
-    text = capsys.readouterr().out
-    assert "the rule 'no decode dropped' is broken: waits while" in text
-    assert f"| {policy}:8 {BREAKS}" in text
-    assert "sarathi-serve (breaks" not in text
-    conclusion = " ".join(text.split())
-    assert f"Rules that were broken: 'no decode dropped' by {policy}:8." in conclusion
+    text = marked(f"offline {sizes}", policy, capsys)
+    assert f"Rules that were broken: 'no decode dropped' by {policy}." in text
 
 
 def test_explore_marks_a_policy_that_breaks_a_rule(tmp_path, monkeypatch, capsys):
@@ -417,13 +418,6 @@ def test_explore_marks_a_policy_that_breaks_a_rule(tmp_path, monkeypatch, capsys
     runs = explored(tmp_path, monkeypatch, policy)
     assert {run.split(" | ")[0] for run in runs} == {f"Own {BREAKS}"}
     assert "the rule 'no decode dropped' is broken: waits while" in capsys.readouterr().out
-
-
-def test_a_missing_policy_is_refused_in_one_line(capsys):
-    with pytest.raises(SystemExit):
-        bench.main(["check", "my_own.py:Mine"])
-    error = capsys.readouterr().err
-    assert "bench.py check: error: " in error and "there is no file my_own.py" in error
 
 
 def explored(tmp_path, monkeypatch, names):

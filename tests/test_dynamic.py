@@ -1,5 +1,6 @@
 """The dynamic token budget keeps a TBT SLO and wastes nothing of it: runs on a virtual clock."""
 
+import itertools
 import random
 
 import numpy as np
@@ -102,10 +103,10 @@ def test_a_machine_that_changes_speed_is_followed(law, slo, slowdown, seed):
     assert len(after) > 40 and max(after) > 0.7 * max(fitting)  # it takes what it may
 
 
-def scheduler_with(decodes, policy="dynamic", context=500, **options):
+def scheduler_with(decodes, context=500, **options):
     """A scheduler in which so many requests decode, and one of 2,000 tokens waits."""
     options = dict(chunk=256, max_batch=16, max_len=2048, clock=lambda: 0.0) | options
-    scheduler = make_scheduler(policy, Pages(4096, 16), **options)
+    scheduler = make_scheduler("dynamic", Pages(4096, 16), **options)
     for i in range(decodes):
         scheduler.add(Request(i, [0] * context, context, 100))
         request = scheduler.admit()
@@ -117,16 +118,12 @@ def scheduler_with(decodes, policy="dynamic", context=500, **options):
     return scheduler
 
 
-def timed(pasts, decodes, contexts, prefills):
-    """A profile of the law `cpu`."""
-    decode_shapes = [BatchShape(0, n, n * context) for n in decodes for context in contexts]
-    shapes = [
-        shape.with_chunk(p, length) for shape in decode_shapes for p in pasts for length in prefills
-    ]
-    return [(shape, cpu(shape)) for shape in shapes]
-
-
-PROFILE = timed([200], [1, 4, 8], [200, 1000], [0, 64, 128, 256, 512])
+PROFILE = [
+    (shape, cpu(shape))
+    for decodes, context in itertools.product((1, 4, 8), (200, 1000))
+    for prefill in (0, 64, 128, 256, 512)
+    for shape in [BatchShape(0, decodes, decodes * context).with_chunk(200, prefill)]
+]
 COLD = dict(tbt_slo=SLO)  # no profile
 FIRST = [
     (0, dict(tbt_slo=1e-6, profile=PROFILE), [2000], 2048),  # nobody to stall: no chunks
@@ -158,21 +155,6 @@ def test_a_profile_is_used_from_the_first_iteration(slo, decodes, tile):
     near = max(1, tile if fits % tile else 0)
     assert total == pytest.approx(decodes + fits, abs=near)
     assert batch.budget == total or not fits
-
-
-def test_the_budget_is_for_the_deepest_prefill():
-    # whichever of those that have begun gets the budget, its keys were counted
-    options = dict(max_len=4096, tbt_slo=SLO)
-    options["profile"] = PROFILE + timed([0, 1000, 3000], [4], [500], [200])
-    for pasts in ((100, 3000), (3000, 100)):
-        scheduler = scheduler_with(4, "priority", **options)
-        scheduler.waiting.clear()
-        for i, past in enumerate(pasts):
-            scheduler.add(Request(10 + i, [0] * 4000, 4000, 10))
-            scheduler.admit().num_computed = past
-        scheduler.running[4 + pasts.index(3000)].service = Service(0)
-        batch = scheduler.next_batch()
-        assert batch[-1].start == 3000 and cpu(BatchShape.of(batch)) <= SLO
 
 
 def test_what_has_passed_since_the_last_token_is_no_more_to_be_had():

