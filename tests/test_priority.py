@@ -188,7 +188,7 @@ def run_at_once(sim, request, computed, pages):
     sim.scheduler.running.append(request)
 
 
-BEGUN = [  # classes of prefills at 100 tokens, class and cached tokens of a new one, start
+BEGUN = [  # classes of prefills at 100 tokens or less, class and cached tokens of a new one, start
     ((LOW,), REALTIME, 2000, 2000),  # it goes first
     ((HIGH,), LOW, 2000, 100),  # it waits for one that is more urgent
     ((LOW, HIGH), NORMAL, 2000, 100),  # also if that is not the first that has begun
@@ -206,8 +206,8 @@ def test_the_budget_is_for_the_latest_start_of_all_that_may_run(
     sim.run([Request(0, prompt, len(prompt), 1)])
     sim.add(request(1, NORMAL, 10, 500, arrival=sim.now, tbt_slo=0.2))
     sim.step()
-    for number, its_class in enumerate(begun, 2):
-        run_at_once(sim, request(number, its_class, 600), computed=100, pages=38)
+    for i, its_class in enumerate(begun):
+        run_at_once(sim, request(2 + i, its_class, 600), computed=100 - i, pages=38)
     sim.add(Request(99, list(prompt), len(prompt), 1, sim.now, service=Service(priority)))
     assert sim.scheduler.cached_tokens_of_head() == cached_tokens
     sim.scheduler.next_batch()
