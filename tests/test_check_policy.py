@@ -28,6 +28,7 @@ from sampling import SamplingParams
 from tests.helpers import GROWING, alone, finish, tiny_model
 from tests.pages import data_of
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
 TEMPLATE = "policies/template.py:ShortestFirst"
 COST = CostModel.named("llama3-8b")
 MODEL = tiny_model(max_positions=64)

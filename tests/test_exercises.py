@@ -25,6 +25,7 @@ from tests import mended_policies
 from tests.exercise_solutions import IMPORTS, OTHERS, SOLUTIONS, WRONG
 from tests.pages import opened
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
 ROOT = Path(__file__).parents[1]
 WRITTEN = [exercise for exercise in EXERCISES if not exercise.complaint]
 MENDS = [exercise for exercise in EXERCISES if exercise.complaint]
