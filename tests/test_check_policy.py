@@ -74,7 +74,6 @@ BROKEN = [  # (the method of a policy, what the violation says)
         r"'no decode dropped' is broken: .* 1 other decodes \(request 0,",
     ),
     ("schedule(self): return {}['none']", ENDS + "KeyError: 'none', in .*own.py line 3"),
-    ("schedule(self): pass", CHUNKS + r"schedule\(\) returned None: did you forget return"),
     ("token_budget(self, *_): return self.chunk / 3", ENDS + "token_budget=2.6.*whole num.*own.py"),
     (
         f"schedule(self): list(map(self.preempt, self.prefilling())); {UNCHANGED}",
