@@ -138,6 +138,8 @@ def interrupted_at_line(place, function, *arguments):
 
     def trace(frame, event, arg):
         nonlocal lines
+        if frame.f_code is not function.__code__:  # such as a callback when garbage is collected
+            return None
         lines += event == "line"
         if lines == place:
             raise KeyboardInterrupt
