@@ -70,7 +70,8 @@ def test_every_claim_is_printed_and_written_alike(tmp_path, capsys):
     claims = {row["claim"]: row for row in report["claims"]}
     assert list(claims) == ["S-F8", "S-F7", "S-F3", "S-F4a", "S-4.2", "S-4.3.1", "SS-F8"]
     printed = iter(printed_tables(text))
-    errors = []
+    errors = {True: [], False: []}  # of the numbers that were fitted, and of the others
+    bounds = []
     for row in claims.values():
         assert f"{row['title']}\n" in text and f"\n{row['text']}\n" in text
         if row["numbers"]:
@@ -80,9 +81,14 @@ def test_every_claim_is_printed_and_written_alike(tmp_path, capsys):
                 assert name == beside["text"]
                 assert_printed(ours.rstrip(","), beside["simulated"])
                 assert paper == "-" or beside["error"] is None or number(paper.split()[0])
+                if beside["met"] is not None:
+                    assert error == ("met" if beside["met"] else "not met")
+                    bounds.append(beside["met"])
+                    continue
+                assert error.endswith(" (fitted)") == beside["fitted"]
                 assert_printed(error, beside["error"])
                 if beside["error"] is not None:
-                    errors.append(beside["error"])
+                    errors[beside["fitted"]].append(beside["error"])
                     expected = beside["simulated"] / beside["paper"] - 1
                     assert beside["error"] == pytest.approx(expected)
         for table in row["tables"]:
@@ -98,10 +104,13 @@ def test_every_claim_is_printed_and_written_alike(tmp_path, capsys):
     assert set(tmp_path.glob("*.png")) == set(pictures)
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
     assert text.endswith("".join(f"wrote {path}\n" for path in [file, *pictures]))
-    within_10 = sum(abs(error) <= 0.1 for error in errors)
-    within_25 = sum(abs(error) <= 0.25 for error in errors)
-    counts = f"Of {len(errors)} published numbers {within_10} came out within 10%, {within_25}\n"
-    assert len(errors) > 20 and counts in text
+    for is_fitted, start in ((False, "that nothing was fitted to"), (True, "2,047)")):
+        sizes = list(map(abs, errors[is_fitted]))
+        within_10, within_25 = [sum(size <= limit for size in sizes) for limit in (0.1, 0.25)]
+        counts = f"{within_10} of {len(sizes)} within 10%, {within_25} within 25%"
+        assert len(sizes) > 10 and f"{start}: {counts}\n" in text
+    assert f'- bounds, such as "below 5%": {sum(bounds)} of {len(bounds)}\n' in text
+    assert bounds == [False]  # of a prefill the other operations take 9 %
 
 
 def processes_of(session):
