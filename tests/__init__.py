@@ -1,1 +1,5 @@
-"""What each room promises."""
+"""The tests of the repository."""
+
+import pytest
+
+pytest.register_assert_rewrite("tests.helpers")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from random import Random
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from policies import make_scheduler
 from policies.pages import make_pages
@@ -52,26 +52,16 @@ class Load:
     options: dict[str, Any] = field(default_factory=dict)  # of the policy
 
 
-Step = dict[int, int]  # {request: tokens} of a batch
-
-
-class Engine(Protocol):
-    """What is held beside a policy: requests join, and a step decides a batch and computes it."""
-
-    def add(self, number: int, tokens: list[int], max_new_tokens: int) -> None: ...
-    def step(self) -> Step: ...
-
-
 class Difference(NamedTuple):
     """The first iteration in which the two decide differently."""
 
     seed: int
     iteration: int
-    ours: Step
-    theirs: Step
+    ours: dict[int, int]  # {request: tokens} of a batch
+    theirs: dict[int, int]
 
 
-def sampled_token(number: int, length: int) -> int:
+def sampled_token(number, length):
     """The token that request `number` generates after so many tokens."""
     return (number + length) % VOCABULARY
 
@@ -88,7 +78,7 @@ class Kind(NamedTuple):
     options: Callable[[Random], dict[str, Any]] | None = None  # of the policy
 
 
-def random_load(seed: int, kind: Kind) -> Load:
+def random_load(seed, kind):
     """The random load of that number and kind."""
     draw = Random(seed)
     max_len = draw.choice([8, 24, 60, 120])
@@ -121,9 +111,9 @@ def random_load(seed: int, kind: Kind) -> Load:
 
 
 class Ours:
-    """A policy of this repository."""
+    """A policy of this repository. Requests join, and a step decides a batch and computes it."""
 
-    def __init__(self, policy: str, load: Load) -> None:
+    def __init__(self, policy, load):
         sizes = load.sizes
         self.scheduler = make_scheduler(
             policy,
@@ -134,11 +124,11 @@ class Ours:
             **load.options,
         )
 
-    def add(self, number: int, tokens: list[int], max_new_tokens: int) -> None:
+    def add(self, number, tokens, max_new_tokens):
         arrival = float(number)
         self.scheduler.add(Request(number, list(tokens), len(tokens), max_new_tokens, arrival))
 
-    def step(self) -> Step:
+    def step(self):
         batch = self.scheduler.next_batch()
         step = {chunk.request.id: chunk.length for chunk in batch}
         tokens = [
@@ -152,7 +142,7 @@ class Ours:
 class Settings(SimpleNamespace):
     """An engine's configuration, of which only the fields that matter are set."""
 
-    def __getattr__(self, name: str) -> None:
+    def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
 
@@ -160,7 +150,7 @@ class Settings(SimpleNamespace):
 class VLLMEngine:
     """vLLM's Scheduler and KVCacheManager."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load):
         import torch
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -214,9 +204,9 @@ class VLLMEngine:
             Settings(accept_tokens=lambda *_: True),
             block_size=sizes.page_size,
         )
-        self.outputs: dict[str, int] = {}
+        self.outputs = {}
 
-    def add(self, number: int, tokens: list[int], max_new_tokens: int) -> None:
+    def add(self, number, tokens, max_new_tokens):
         from vllm.v1.request import Request as TheirRequest
 
         params = Settings(max_tokens=max_new_tokens, ignore_eos=True, min_tokens=0)
@@ -225,7 +215,7 @@ class VLLMEngine:
         )
         self.scheduler.add_request(request)
 
-    def step(self) -> Step:
+    def step(self):
         output = self.scheduler.schedule()
         scheduled = output.num_scheduled_tokens
         sampled = []
@@ -243,7 +233,7 @@ class VLLMEngine:
         return {int(name): tokens for name, tokens in scheduled.items()}
 
 
-def _hash(value: object) -> bytes:
+def _hash(value):
     """A hash of what vLLM identifies a block by."""
     from hashlib import sha256
 
@@ -253,7 +243,7 @@ def _hash(value: object) -> bytes:
 class TransformersEngine:
     """transformers' FIFOScheduler, PagedAttentionCache and OffloadingManager."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load):
         import logging
 
         import torch
@@ -290,13 +280,13 @@ class TransformersEngine:
         self.scheduler = FIFOScheduler(self.cache, None, sizes.max_batch)
         self.offloading = OffloadingManager(self.cache, self.scheduler, 0.0, 0.5, None, helper)
 
-    def add(self, number: int, tokens: list[int], max_new_tokens: int) -> None:
+    def add(self, number, tokens, max_new_tokens):
         from transformers.generation.continuous_batching.requests import RequestState
 
         state = RequestState(str(number), list(tokens), max_new_tokens=max_new_tokens)
         self.scheduler.add_waiting_request(state)
 
-    def step(self) -> Step:
+    def step(self):
         # as ContinuousBatchProcessor.prepare_next_batch and update_batch do
         tokens_in_cache = self.cache.max_tokens_read
         batch, *_ = self.scheduler.schedule_batch(self.chunk, tokens_in_cache)
@@ -323,7 +313,7 @@ class TransformersEngine:
 class NanoVLLMEngine:
     """nano-vLLM's Scheduler and BlockManager, from a copy of its repository on sys.path."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load):
         from nanovllm.engine.scheduler import Scheduler
         from nanovllm.engine.sequence import Sequence
 
@@ -337,9 +327,9 @@ class NanoVLLMEngine:
         )
         Sequence.block_size = sizes.page_size
         self.scheduler = Scheduler(config)
-        self.numbers: dict[int, int] = {}  # of the requests, by the ids of their sequences
+        self.numbers = {}  # of the requests, by the ids of their sequences
 
-    def add(self, number: int, tokens: list[int], max_new_tokens: int) -> None:
+    def add(self, number, tokens, max_new_tokens):
         from nanovllm.engine.sequence import Sequence
 
         params = Settings(temperature=1.0, max_tokens=max_new_tokens, ignore_eos=True)
@@ -347,7 +337,7 @@ class NanoVLLMEngine:
         self.numbers[sequence.seq_id] = number
         self.scheduler.add(sequence)
 
-    def step(self) -> Step:
+    def step(self):
         sequences, is_prefill = self.scheduler.schedule()
         step = {self.numbers[s.seq_id]: s.num_scheduled_tokens for s in sequences}
         tokens = [sampled_token(self.numbers[s.seq_id], s.num_tokens) for s in sequences]
@@ -355,7 +345,7 @@ class NanoVLLMEngine:
         return step
 
 
-def vllm_options(draw: Random) -> dict[str, Any]:
+def vllm_options(draw):
     """Random options of vllm-v1."""
     return {
         "long_prefill_token_threshold": draw.choice([0, 1, 5, 16]),
@@ -374,7 +364,7 @@ class Beside(NamedTuple):
     """How a policy is held beside its engine."""
 
     package: str
-    make: Callable[[Load], Engine]
+    make: Callable[[Load], Any]  # an engine, with the methods of Ours
     kinds: tuple[Kind, ...]
 
 
@@ -402,17 +392,13 @@ ENGINES = {
 }
 
 
-def differences(
-    policy: str, make: Callable[[Load], Engine], kind: Kind, seeds: range
-) -> list[Difference]:
+def differences(policy, make, kind, seeds):
     """Where the policy and the engine differ, one Difference for each load that is not equal."""
     found = [first_difference(policy, make, seed, random_load(seed, kind)) for seed in seeds]
     return [difference for difference in found if difference]
 
 
-def first_difference(
-    policy: str, make: Callable[[Load], Engine], seed: int, load: Load
-) -> Difference | None:
+def first_difference(policy, make, seed, load):
     """Serve a load with both to the end of it, or to the first difference."""
     ours = Ours(policy, load)
     theirs = make(load)
@@ -430,7 +416,7 @@ def first_difference(
     raise AssertionError(f"load {seed} does not end")
 
 
-def main() -> None:
+def main():
     """Print how many loads are equal, and the first differences."""
     parser = argparse.ArgumentParser(prog="python -m tests.beside", description=__doc__)
     parser.add_argument("policy", choices=ENGINES)

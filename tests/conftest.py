@@ -1,6 +1,7 @@
 """The browser and the site of the tests that look at a page, and servers that several tests ask."""
 
 import fcntl
+import gc
 import threading
 from contextlib import ExitStack
 from functools import partial
@@ -99,6 +100,14 @@ def site_address(site_folder):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/{site_folder.name}/"
         server.shutdown()
+
+
+@pytest.fixture
+def little_garbage():
+    """Python looks for garbage in no older thing: that would count as time of a policy."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import atexit
 import json
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -120,6 +121,14 @@ class Ended(NamedTuple):
     errors: str  # what all ranks wrote to stderr
 
 
+def free_port():
+    """A port that no system gives to a client, as it may with those from 32,768 on."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 class World:
     """The ranks of a job that run, and how they end. `out` is a path for what they write."""
 
@@ -129,8 +138,7 @@ class World:
         self.times = {}
         size = job["tp"] * job["pp"] * job.get("copies", 1)
         node_size = job.get("node_size", size)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self.programs = {}
         for rank in job.get("start", range(size)):
             place = dict(

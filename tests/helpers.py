@@ -213,8 +213,10 @@ class Ledger:
         tokens = completion.tokens
         expected = self.expected(prompt, params)
         assert completion.prompt == list(prompt)
-        assert completion.token_times == sorted(completion.token_times)
-        assert len(completion.token_times) == len(tokens)
+        times = completion.token_times
+        assert times == sorted(times)
+        assert not times or completion.scheduled <= times[0]
+        assert len(times) == len(tokens)
         assert len(completion.logprobs or ()) == len(tokens) * params.logprobs
         if completion.finish_reason == "abort":
             assert tokens == expected[: len(tokens)]
@@ -335,28 +337,18 @@ def check_batch(scheduler, batch):
         assert chunk.end <= len(chunk.pages) * scheduler.pages.page_size
 
 
-def percentile(values, p):
-    """The smallest of the values that at least p % of them do not exceed."""
-    return sorted(values)[max(0, math.ceil(len(values) * p / 100) - 1)]
-
-
 def check_integrity(pages, tables=None):
-    """Raise RuntimeError unless every page is free or owned; and, with `tables`, the block tables
-    of all requests, unless these are all that is owned, and no page is in two of them, but for
-    `prefix_caching`, where each page counts as often as it is in one."""
+    """Assert that every page is free or owned; and, with `tables`, the block tables of all
+    requests, that these are all that is owned. No page is in two of them, but for `prefix_caching`,
+    where each page counts as often as it is in one."""
     read = owned(pages)
-    if len(set(read)) + pages.num_free != pages.total:
-        raise RuntimeError(f"pages leaked: {pages.num_free} free, {read} owned")
-    if tables is not None and sorted(sum(tables, [])) != read:
-        raise RuntimeError(f"block tables {tables} are not the pages owned, {read}")
-    if not pages.prefix_caching and len(set(read)) != len(read):
-        raise RuntimeError(f"pages are shared: {read}")
+    assert len(set(read)) + pages.num_free == pages.total  # no page leaked
+    assert tables is None or sorted(sum(tables, [])) == read
+    assert pages.prefix_caching or len(set(read)) == len(read)
     cached = named(pages)
     evictable = set(pages._evictable) if pages.prefix_caching else set()
-    occupied = {page for page in range(pages.total) if pages._taken[page]}
-    if cached.difference(read) != evictable or cached.union(read) != occupied:
-        summary = f"{evictable} can be given away, {occupied} are not blank"
-        raise RuntimeError(f"pages {cached} can be found, {read} are owned, {summary}")
+    assert cached.difference(read) == evictable
+    assert cached.union(read) == {page for page in range(pages.total) if pages._taken[page]}
 
 
 def machine_info(**changes):

@@ -1,5 +1,6 @@
 """Recorded runs, their pages in a real browser, and the editor there: what tests share."""
 
+import json
 import os
 import shutil
 from contextlib import contextmanager
@@ -159,6 +160,11 @@ def opened_runs(browser, folder, runs, slo_s=SLO_S, **options):
     write_text(file, page("A test", "no machine", runs, slo_s=slo_s))
     with opened(browser, f"file://{file}", **options) as tab:
         yield tab
+
+
+def data_of(file):
+    """What a page shows, as it is in its file."""
+    return json.loads(file.read_text().split('id="data">')[1].split("</script>")[0])
 
 
 def expected_metrics(run, recorder):

@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -11,23 +10,25 @@ from pathlib import Path
 import pytest
 
 import bench
-from cli.console import explain, run
+from cli.console import explain
 from config import EngineConfig
 from engine import Engine
 from lab.commands import explore
 from lab.measure import load_run
-from lab.measure.run_loop import Run
 from lab.measure.workload import Arrival, prompts
 from lab.simulator.cost_model import CostModel
+from lab.simulator.random_loads import random_load
 from lab.simulator.referee import Referees, check_policy
 from lab.simulator.simulation import simulate
-from policies import ALL_POLICIES, custom, find_policy, make_scheduler, trial
+from policies import ALL_POLICIES, POLICIES, custom, find_policy, make_scheduler, trial
 from policies import referee as rules
 from policies.custom import PolicyError
 from policies.trial import broken_rules, find_violation
 from sampling import SamplingParams
-from tests.helpers import alone, finish, tiny_model, with_slow
+from tests.helpers import GROWING, alone, finish, tiny_model
+from tests.pages import data_of
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
 TEMPLATE = "policies/template.py:ShortestFirst"
 COST = CostModel.named("llama3-8b")
 MODEL = tiny_model(max_positions=64)
@@ -73,7 +74,6 @@ BROKEN = [  # (the method of a policy, what the violation says)
         r"'no decode dropped' is broken: .* 1 other decodes \(request 0,",
     ),
     ("schedule(self): return {}['none']", ENDS + "KeyError: 'none', in .*own.py line 3"),
-    ("schedule(self): pass", CHUNKS + r"schedule\(\) returned None: did you forget return"),
     ("token_budget(self, *_): return self.chunk / 3", ENDS + "token_budget=2.6.*whole num.*own.py"),
     (
         f"schedule(self): list(map(self.preempt, self.prefilling())); {UNCHANGED}",
@@ -99,22 +99,20 @@ SHARED = [  # (the method of a policy, whether pages may be shared, what the vio
     (COMPUTES_AGAIN, True, CHUNKS + r"page \d is written, and others read it \(request \d,"),
 ]
 
-Serve = Callable[[EngineConfig, Referees], Run]
 
-
-def serve_simulated(config: EngineConfig, referees: Referees) -> Run:
+def serve_simulated(config, referees):
     return simulate(COST, config, ARRIVALS, recorder=referees).run
 
 
-def serve_alike(config: EngineConfig, referees: Referees) -> Run:
+def serve_alike(config, referees):
     return simulate(COST, config, ARRIVALS, ALIKE, recorder=referees).run
 
 
-def serve_by_engine(config: EngineConfig, referees: Referees) -> Run:
+def serve_by_engine(config, referees):
     return load_run.serve(MODEL, config, ARRIVALS, PROMPTS, recorder=referees)
 
 
-def check(policy: str, serve: Serve = serve_simulated, prefix_caching: bool = False) -> list:
+def check(policy, serve=serve_simulated, prefix_caching=False):
     """Serve with much memory and with little under referees: the tokens of both runs."""
     tokens = []
     for pages in (128, 16):
@@ -137,12 +135,12 @@ def check(policy: str, serve: Serve = serve_simulated, prefix_caching: bool = Fa
 
 
 @cache
-def reference_tokens() -> list:
+def reference_tokens():
     """What an engine generates under a policy that is beyond doubt."""
     return check("request-level", serve_by_engine)
 
 
-def write_policy(folder: Path, method: str) -> str:
+def write_policy(folder, method):
     """The name of a policy with this method in a file of its own."""
     (folder / "own.py").write_text(f"{HEADER}{method}")
     return f"{folder}/own.py:Own"
@@ -214,62 +212,60 @@ WRONG = [  # (the method of a policy, part of the sentence about it)
     ("schedule(self): raise SystemExit(0)", "SystemExit: 0"),
     ("add(self, request): raise SystemExit(0)", "SystemExit: 0"),
     ("advance(self, *args): raise GeneratorExit", "GeneratorExit"),
-    ("add(self, request): __import__('time').sleep(99)", "one call took more than"),
-    ("observe(self, *args):\n    while True: pass", "one call took more than"),
+]
+ENDLESS = [
+    "add(self, request): __import__('time').sleep(99)",
+    "observe(self, *args):\n    while True: pass",
 ]
 HERE = {"chunk": 8, "max_batch": 2, "max_len": 32, "page_size": 4, "pages": 16}
 
 
-def complaint_of_check(policy):
-    """What `bench.py check` says of a policy."""
-    violation = check_policy(policy).violation
-    raise ValueError(violation.sentence if violation else "nothing")
+def complaint_of_engine(folder, method):
+    """What is printed of an engine that ends because of such a policy."""
+    with pytest.raises(PolicyError) as failed:
+        engine = Engine(MODEL, policy=write_policy(folder, method), **HERE)
+        engine.generate([[1] * 9, [2] * 9, [3] * 9], SamplingParams(4), progress=False)
+    line = explain(failed.value)
+    assert line.startswith("error: ") and "\n" not in line
+    return line
 
 
-def complaint_of_engine(policy):
-    """What an engine says."""
-    engine = Engine(MODEL, policy=policy, **HERE)
-    engine.generate([[1] * 9, [2] * 9, [3] * 9], SamplingParams(4), progress=False)
-
-
-@pytest.mark.parametrize(
-    "complaint", with_slow([complaint_of_check, complaint_of_engine], fast=[complaint_of_engine])
-)
 @pytest.mark.parametrize("method, message", WRONG)
-def test_whatever_a_policy_does_wrong_is_one_line(
-    method, message, complaint, tmp_path, monkeypatch
-):
+def test_whatever_a_policy_does_wrong_is_one_line(method, message, tmp_path):
+    assert message in complaint_of_engine(tmp_path, method)
+
+
+@pytest.mark.parametrize("method", ENDLESS)
+def test_whatever_does_not_end_is_one_line(method, tmp_path, monkeypatch):
     monkeypatch.setattr(custom, "CALL_LIMIT_S", 1.0)
     monkeypatch.setattr(custom, "SLEEP_LIMIT_S", 0.2)
-    monkeypatch.setattr(custom.guarded.__wrapped__, "__defaults__", (1.0,))
-    policy = write_policy(tmp_path, method)
-    with pytest.raises(SystemExit) as end:
-        run(lambda: complaint(policy))
-    line = end.value.code
-    assert line.startswith("error: ") and message in line and "\n" not in line
-
-
-def test_a_request_that_is_in_a_batch_twice_is_named_by_an_engine(tmp_path):
-    policy = write_policy(tmp_path, f"{BATCH}batch.append(batch[0]){RETURN}")
-    with pytest.raises(PolicyError, match="one chunk of a request, not several of request 0"):
-        complaint_of_engine(policy)
+    assert "one call took more than" in complaint_of_engine(tmp_path, method)
 
 
 OUT_OF_PLACE = {  # a method of a policy, and the chunk that an engine names
     f"{BATCH}batch[0] = batch[0]._replace(length=0){RETURN}": "0 tokens of request 0 from 0",
     f"{BATCH}batch[0] = batch[0]._replace(length=99){RETURN}": "99 tokens of request 0 from 0",
     f"{BATCH}batch[0] = batch[0]._replace(start=1, length=2){RETURN}": "2 tokens of request 0 from",
-    f"{BATCH}batch.add(self.waiting[0]){RETURN}": "tokens of request 2 from 0: 0 are comp",
+    f"{BATCH}batch.add(self.waiting[0]){RETURN}": "tokens of request 2 from 0: 0 are computed",
     f"{BATCH}self.preempt(self.running[0]){RETURN}": "tokens of request 0 from 0: 0 are computed",
     "reserved(self, request): return 1": "8 tokens of request 0 from 0: 0 are computed, 4 can be",
+    f"{BATCH}batch.append(batch[0]){RETURN}": "one chunk of a request, not several of request 0",
 }
 
 
 @pytest.mark.parametrize("method", OUT_OF_PLACE)
 def test_a_chunk_out_of_place_is_named_by_an_engine(method, tmp_path):
-    policy = write_policy(tmp_path, method)
-    with pytest.raises(PolicyError, match=OUT_OF_PLACE[method]):
-        complaint_of_engine(policy)
+    assert OUT_OF_PLACE[method] in complaint_of_engine(tmp_path, method)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_random_loads_preempt_and_share(policy):
+    """Else not much would be checked on them."""
+    loads = [random_load(policy, seed) for seed in range(25)]
+    runs = [simulate(COST, load.config, load.arrivals, load.prompts).run for load in loads]
+    completions = [completion for run in runs for completion in run.completions]
+    assert any(completion.cached_tokens for completion in completions)
+    assert any(completion.preemptions for completion in completions) == (policy in GROWING)
 
 
 def test_the_referee_knows_stop_tokens_and_a_batch_that_is_decided_twice(monkeypatch):
@@ -316,13 +312,12 @@ def test_a_policy_that_ends_the_process_as_it_is_read_is_one_line(tmp_path):
         find_policy(f"{tmp_path}/base.py:Scheduler")
 
 
-@pytest.mark.parametrize(
-    "queue", ["deque(sorted(self.waiting, key={}))", "sorted(self.waiting, key={})"]
-)
-@pytest.mark.parametrize("pp", [1, 2])
+SORTED = "sorted(self.waiting, key=lambda r: r.prompt_len)"
+
+
+@pytest.mark.parametrize("queue, pp", [(SORTED, 1), (SORTED, 2), (f"deque({SORTED})", 1)])
 def test_a_policy_may_replace_its_queue(queue, pp, tmp_path):
     """As the most natural way to write "shortest first" does."""
-    queue = queue.format("lambda r: r.prompt_len")
     method = f"schedule(self):\n    self.waiting = {queue}\n    {UNCHANGED}"
     policy = write_policy(tmp_path, f"{method}\nfrom collections import deque")
     cost = CostModel.named("llama3-8b", pp=pp)
@@ -389,39 +384,40 @@ SIMULATED = "--simulate a100-80gb --preset llama3-8b --max-len 512 --requests 16
 BREAKS = "(breaks 'no decode dropped')"
 
 
-@pytest.mark.parametrize("command", ["serve", "capacity"])
-def test_a_policy_that_breaks_a_rule_meets_no_slo(command, tmp_path, capsys):
-    policy = write_policy(tmp_path, DROPS)
-    rate = "--qps 1" if command == "serve" else ""
-    file = tmp_path / "run.json"
-    argv = f"{command} {SIMULATED} {rate} --policies sarathi-serve,{policy} --json {file}"
-    bench.main(argv.split())
+def marked(command, policy, capsys):
+    """What a command prints of this policy, which it marks, and of sarathi-serve."""
+    bench.main([*command.split(), "--policies", f"sarathi-serve,{policy}"])
     text = capsys.readouterr().out
-    sentence = "the rule 'no decode dropped' is broken: waits while 2 others decode (request "
-    assert text.count(f"\n{sentence}") == 1
+    assert text.count("\nthe rule 'no decode dropped' is broken: waits while 2 others decode") == 1
     assert f"| {policy} {BREAKS} " in text and "sarathi-serve (breaks" not in text
-    report = json.loads(file.read_text())
-    conclusion = " ".join(report["conclusion"].split())
-    assert f"{policy} (the rule 'no decode dropped' is broken)" in conclusion
-    results = report.get("runs") or report["results"]
-    assert results["sarathi-serve"].get("met") and not results[policy].get("met")
-    if command == "serve":
-        assert results[policy]["broken_rule"] == "no decode dropped"
-        assert f"met by sarathi-serve; not met by {policy}" in conclusion
-    else:
-        assert results[policy]["bound"] == "below" and len(results[policy]["points"]) == 1
+    return " ".join(text.split())
+
+
+def test_serve_marks_a_policy_that_breaks_a_rule_and_it_meets_no_slo(tmp_path, capsys):
+    policy = write_policy(tmp_path, DROPS)
+    file = tmp_path / "run.json"
+    text = marked(f"serve {SIMULATED} --qps 1 --json {file}", policy, capsys)
+    assert f"{policy} (the rule 'no decode dropped' is broken)" in text
+    assert f"met by sarathi-serve; not met by {policy}" in text
+    runs = json.loads(file.read_text())["runs"]
+    assert runs["sarathi-serve"]["met"] and not runs[policy]["met"]
+    assert runs[policy]["broken_rule"] == "no decode dropped"
+
+
+def test_capacity_marks_a_policy_that_breaks_a_rule_and_runs_it_once(tmp_path, capsys):
+    policy = write_policy(tmp_path, DROPS)
+    file = tmp_path / "run.json"
+    text = marked(f"capacity {SIMULATED} --json {file}", policy, capsys)
+    assert f"{policy} (the rule 'no decode dropped' is broken)" in text
+    result = json.loads(file.read_text())["results"][policy]
+    assert result["bound"] == "below" and len(result["points"]) == 1
 
 
 def test_offline_marks_a_policy_that_breaks_a_rule(tmp_path, capsys):
-    policy = write_policy(tmp_path, DROPS)
+    policy = f"{write_policy(tmp_path, DROPS)}:8"
     sizes = "--preset llama-tiny --device cpu --seq-len 40 --chunk 8 --batch 2 --requests 3"
-    bench.main(["offline", *sizes.split(), "--policies", f"sarathi-serve,{policy}:8"])
-    text = capsys.readouterr().out
-    assert "the rule 'no decode dropped' is broken: waits while" in text
-    assert f"| {policy}:8 {BREAKS}" in text
-    assert "sarathi-serve (breaks" not in text
-    conclusion = " ".join(text.split())
-    assert f"Rules that were broken: 'no decode dropped' by {policy}:8." in conclusion
+    text = marked(f"offline {sizes}", policy, capsys)
+    assert f"Rules that were broken: 'no decode dropped' by {policy}." in text
 
 
 def test_explore_marks_a_policy_that_breaks_a_rule(tmp_path, monkeypatch, capsys):
@@ -431,15 +427,8 @@ def test_explore_marks_a_policy_that_breaks_a_rule(tmp_path, monkeypatch, capsys
     assert "the rule 'no decode dropped' is broken: waits while" in capsys.readouterr().out
 
 
-def test_a_missing_policy_is_refused_in_one_line(capsys):
-    with pytest.raises(SystemExit):
-        bench.main(["check", "my_own.py:Mine"])
-    error = capsys.readouterr().err
-    assert "bench.py check: error: " in error and "there is no file my_own.py" in error
-
-
 def explored(tmp_path, monkeypatch, names):
-    """The names of the runs on the page of `bench.py explore`, for custom policies alone."""
+    """The names of the runs on the page of `bench.py explore`, with no other policies."""
     monkeypatch.setattr(explore, "POLICIES", ())
     monkeypatch.setattr(explore, "REMEDIES", ())
     make_loads = explore.make_loads
@@ -449,17 +438,9 @@ def explored(tmp_path, monkeypatch, names):
         return {name: loads[name] for name in ("overload", explore.TWO_GPUS)}
 
     monkeypatch.setattr(explore, "make_loads", two_loads)
-    runs = []
-    make_page = explore.page
-
-    def spy(title, heading, recorders, **options):
-        runs.extend(recorders)
-        return make_page(title, heading, recorders, **options)
-
-    monkeypatch.setattr(explore, "page", spy)
-    bench.main(["explore", names, f"--html={tmp_path}/e.html"])
-    text = (tmp_path / "e.html").read_text()
-    assert all(name in text for name in runs)
+    file = tmp_path / "explore.html"
+    bench.main(["explore", names, f"--html={file}"])
+    runs = [run["name"] for run in data_of(file)["runs"]]
     return [run for run in runs if not run.startswith(explore.POOLS_NAME)]
 
 

@@ -1,7 +1,9 @@
 """The dynamic token budget keeps a TBT SLO and wastes nothing of it: runs on a virtual clock."""
 
+import itertools
 import random
 
+import numpy as np
 import pytest
 
 from kv_cache import Pages
@@ -9,12 +11,17 @@ from policies import make_scheduler
 from policies.iteration_time import BatchShape
 from request import Service
 from scheduler import Request
-from tests.helpers import VirtualRun, percentile, with_slow
+from tests.helpers import VirtualRun, with_slow
 from tests.test_iteration_time import cpu, gpu
 
 SLO = 0.2
 SEEDS = pytest.mark.parametrize("seed", range(2))
 LAWS = pytest.mark.parametrize("law, slo", [(cpu, SLO), (gpu, 25e-3)], ids=["cpu", "gpu"])
+
+
+def p99_of(times):
+    """The smallest of the times that at least 99 % of them do not exceed."""
+    return np.percentile(times, 99, method="inverted_cdf")
 
 
 def under_slo(seed, law, slo):
@@ -35,24 +42,23 @@ def serve(seed, law=cpu, noise=0.03, **options):
     requests = work(seed, COUNT[law])
     simulation = VirtualRun("dynamic", law, noise, seed, **options).run(requests)
     total = sum(request.prompt_len + request.max_new_tokens for request in requests)
-    return total / simulation.now, percentile(simulation.tbt(), 99), simulation
+    return total / simulation.now, p99_of(simulation.tbt()), simulation
 
 
 @pytest.mark.slow
 @LAWS
 @pytest.mark.parametrize("noise", [0.03, 0.1])
 def test_it_is_as_fast_as_the_best_static_budget_that_meets_the_same_slo(law, slo, noise):
-    low = 0
-    high = 64
-    best = 0.0  # of the static ones, in tiles, the largest: found by halves
-    while high - low > 1:
-        middle = (low + high) // 2
-        throughput, p99, _ = serve(0, law, noise, chunk=middle * 16)
-        low, high, best = (
-            (middle, high, max(best, throughput)) if p99 <= slo else (low, middle, best)
-        )
+    best = 0.0
+    too_large = 64  # in tiles: the static ones are searched by halves
+    for step in (32, 16, 8, 4, 2, 1):
+        throughput, p99, _ = serve(0, law, noise, chunk=(too_large - step) * 16)
+        if p99 <= slo:
+            best = max(best, throughput)
+        else:
+            too_large -= step
     throughput, p99, _ = serve(0, law, noise, tbt_slo=slo, tile=16)
-    assert low and p99 <= slo and throughput >= 0.95 * best
+    assert best and p99 <= slo and throughput >= 0.95 * best
 
 
 @SEEDS
@@ -61,7 +67,7 @@ def test_the_slo_is_kept_where_some_iterations_take_twice_as_long(seed):
     simulation = under_slo(seed, cpu, SLO)
     simulation.run(work(seed), slowdown=lambda now: 2.0 if chance.random() < 0.02 else 1.0)
     late = [seconds > SLO for _, seconds, *_ in simulation.log]
-    assert sum(late) > 1 and percentile(simulation.tbt(), 99) <= SLO
+    assert sum(late) > 1 and p99_of(simulation.tbt()) <= SLO
 
 
 @pytest.mark.slow
@@ -74,13 +80,7 @@ def test_the_slo_is_kept_when_contexts_double_in_mid_run(law, slo, seed):
         request.id += len(first)
     simulation = under_slo(seed, law, slo).run(first + second)
     for requests in (first, second):
-        assert percentile(simulation.tbt(requests), 99) <= slo
-    third = len(simulation.log) // 3
-    before, after = (
-        [shape.context_tokens / shape.decodes for *_, shape, _ in part if shape.decodes]
-        for part in (simulation.log[:third], simulation.log[-third:])
-    )
-    assert sum(after) / len(after) > 1.8 * sum(before) / len(before)  # they did double
+        assert p99_of(simulation.tbt(requests)) <= slo
 
 
 @SEEDS
@@ -95,7 +95,7 @@ def test_a_machine_that_changes_speed_is_followed(law, slo, slowdown, seed):
     learning = [row for row in hybrid if row[0] > change][:20]
     settled = [row for row in simulation.log if not learning[0][0] <= row[0] <= learning[-1][0]]
     tbt = [seconds for _, seconds, shape, _ in settled for _ in range(shape.decodes)]
-    assert percentile(tbt, 99) <= slo and max(seconds for _, seconds, *_ in hybrid) < 1.6 * slo
+    assert p99_of(tbt) <= slo and max(seconds for _, seconds, *_ in hybrid) < 1.6 * slo
     assert sum(seconds > slo for _, seconds, *_ in learning) <= 10
     decodes = BatchShape(0, 15, 15 * 900)
     fitting = [n for n in range(0, 2048, 16) if law(decodes.with_chunk(400, n)) * slowdown <= slo]
@@ -103,10 +103,10 @@ def test_a_machine_that_changes_speed_is_followed(law, slo, slowdown, seed):
     assert len(after) > 40 and max(after) > 0.7 * max(fitting)  # it takes what it may
 
 
-def scheduler_with(decodes, policy="dynamic", context=500, **options):
+def scheduler_with(decodes, context=500, **options):
     """A scheduler in which so many requests decode, and one of 2,000 tokens waits."""
     options = dict(chunk=256, max_batch=16, max_len=2048, clock=lambda: 0.0) | options
-    scheduler = make_scheduler(policy, Pages(4096, 16), **options)
+    scheduler = make_scheduler("dynamic", Pages(4096, 16), **options)
     for i in range(decodes):
         scheduler.add(Request(i, [0] * context, context, 100))
         request = scheduler.admit()
@@ -118,16 +118,12 @@ def scheduler_with(decodes, policy="dynamic", context=500, **options):
     return scheduler
 
 
-def timed(pasts, decodes, contexts, prefills):
-    """A profile of the law `cpu`."""
-    decode_shapes = [BatchShape(0, n, n * context) for n in decodes for context in contexts]
-    shapes = [
-        shape.with_chunk(p, length) for shape in decode_shapes for p in pasts for length in prefills
-    ]
-    return [(shape, cpu(shape)) for shape in shapes]
-
-
-PROFILE = timed([200], [1, 4, 8], [200, 1000], [0, 64, 128, 256, 512])
+PROFILE = [
+    (shape, cpu(shape))
+    for decodes, context in itertools.product((1, 4, 8), (200, 1000))
+    for prefill in (0, 64, 128, 256, 512)
+    for shape in [BatchShape(0, decodes, decodes * context).with_chunk(200, prefill)]
+]
 COLD = dict(tbt_slo=SLO)  # no profile
 FIRST = [
     (0, dict(tbt_slo=1e-6, profile=PROFILE), [2000], 2048),  # nobody to stall: no chunks
@@ -159,21 +155,6 @@ def test_a_profile_is_used_from_the_first_iteration(slo, decodes, tile):
     near = max(1, tile if fits % tile else 0)
     assert total == pytest.approx(decodes + fits, abs=near)
     assert batch.budget == total or not fits
-
-
-def test_the_budget_is_for_the_deepest_prefill():
-    # whichever of those that have begun gets the budget, its keys were counted
-    options = dict(max_len=4096, tbt_slo=SLO)
-    options["profile"] = PROFILE + timed([0, 1000, 3000], [4], [500], [200])
-    for pasts in ((100, 3000), (3000, 100)):
-        scheduler = scheduler_with(4, "priority", **options)
-        scheduler.waiting.clear()
-        for i, past in enumerate(pasts):
-            scheduler.add(Request(10 + i, [0] * 4000, 4000, 10))
-            scheduler.admit().num_computed = past
-        scheduler.running[4 + pasts.index(3000)].service = Service(0)
-        batch = scheduler.next_batch()
-        assert batch[-1].start == 3000 and cpu(BatchShape.of(batch)) <= SLO
 
 
 def test_what_has_passed_since_the_last_token_is_no_more_to_be_had():
@@ -250,11 +231,10 @@ def test_a_second_request_with_a_deep_context_waits_for_its_own_budget(policy):
     run = Deep(policy, 0.06, 6)
     run.come([55] * 8, 5)
     second = run.come([*run.LONG, *[5] * 2000], 1)
-    lengths = [max(chunk.length for chunk in run.step()) for _ in range(20)]
-    assert (
-        max(seconds for _, seconds, *_ in run.log[-20:]) <= 0.06 and second.cached_tokens == 16_000
-    )
-    assert max(lengths[:2]) > 1 and second.num_computed > 16_000
+    for _ in range(20):
+        run.step()
+    assert max(seconds for _, seconds, *_ in run.log[-20:]) <= 0.06
+    assert second.cached_tokens == 16_000 < second.num_computed
 
 
 def test_no_request_waits_for_a_budget_without_a_decode_target():

@@ -13,9 +13,8 @@ from model import GPT, FlatBatch
 from pretrained.tokenizers import Tokenizer, byte_tokenizer
 from request import Completion
 from runtime.lone_chunk import lone_chunk
-from runtime.runner import Runner
 from sampling import SamplingParams
-from tests.helpers import alone, finish, poison, poisoned_cache, run, tiny_model
+from tests.helpers import alone, finish, named, poison, poisoned_cache, run, tiny_model
 
 MODEL = tiny_model(n_kv_head=2)
 PROMPTS = [[7, 8, 9], [1] * 20, [5], [3, 1, 4, 1, 5, 9, 2, 6] * 2, [60, 0, 60]]
@@ -29,8 +28,8 @@ def make_engine(policy="sarathi-serve", model=MODEL, **options):
     return engine
 
 
-def test_logprobs_are_those_of_the_model_and_of_the_events():
-    engine = make_engine()
+def test_logprobs_are_those_of_the_model_and_of_the_events_also_after_a_preemption():
+    engine = make_engine(page_size=4, pages=11)
     params = SamplingParams(
         6,
         temperature=1.3,
@@ -44,6 +43,7 @@ def test_logprobs_are_those_of_the_model_and_of_the_events():
     events = finish(engine)
     *completions, other = [event.completion for event in events if event.completion]
     assert other.logprobs is None
+    assert any(c.preemptions for c in completions)
     for c in completions:
         tokens = c.prompt + c.tokens
         whole = lone_chunk([0], 0, tokens)
@@ -150,27 +150,16 @@ def test_a_stream_has_each_token_with_its_text_as_it_appears():
     assert not any(event.text for event in without_tokenizer)
 
 
-def test_a_stream_that_is_given_up_leaves_no_request():
+def test_a_stream_that_is_given_up_leaves_no_request_but_those_of_others():
     engine = make_engine(tokenizer=LETTERS)
     stream = engine.stream(TEXTS, SamplingParams(9))
     next(stream)
-    assert engine.has_work
-    stream.close()
-    assert not engine.has_work
-    assert engine.scheduler.pages.num_free == engine.config.pages
-    completions = engine.generate(TEXTS, SamplingParams(1))
-    assert [completion.request_id for completion in completions] == [0, 1, 2]
-
-
-def test_a_stream_that_is_closed_late_leaves_the_requests_of_others():
-    engine = make_engine(tokenizer=LETTERS)
-    stream = engine.stream(TEXTS, SamplingParams(2))
-    while engine.has_work or not engine.last_iteration:
-        next(stream)
     other = engine.add_request("x", SamplingParams(3))
-    engine.step()
     stream.close()
-    assert [event.request_id for event in finish(engine)] == [other] * 2
+    assert list(engine.scheduler.requests) == [other]
+    assert [event.request_id for event in finish(engine)] == [other] * 3
+    completions = engine.generate(TEXTS, SamplingParams(1))
+    assert [completion.request_id for completion in completions] == [4, 5, 6]
 
 
 def test_a_request_that_is_added_during_a_stream_is_served_in_it():
@@ -178,8 +167,8 @@ def test_a_request_that_is_added_during_a_stream_is_served_in_it():
     stream = engine.stream(TEXTS, SamplingParams(4))
     next(stream)
     other = engine.add_request("x", SamplingParams(2))
-    (completion,) = [e.completion for e in stream if e.request_id == other and e.completion]
-    assert completion.tokens == alone(MODEL, LETTERS.encode("x"), SamplingParams(2))
+    tokens = [event.token for event in stream if event.request_id == other]
+    assert tokens == alone(MODEL, LETTERS.encode("x"), SamplingParams(2))
 
 
 @pytest.mark.parametrize("stop", ["🤖", "你", "–!"])
@@ -220,6 +209,10 @@ def test_a_stop_string_ends_the_text_before_it_and_no_other_request(length):
 
 def panic():
     raise BaseException("a panic")
+
+
+def raise_memory_error(*_):
+    raise MemoryError
 
 
 FAILURES = {
@@ -314,8 +307,13 @@ def test_a_closed_stderr_costs_the_bar_and_no_request(monkeypatch):
 
 
 EXTREME_REQUESTS = [
-    *[dict(arrival=at, priority=name) for at in (-1e308, 1e308) for name in ("low", "realtime")],
-    *[{slo: s} for slo in ("ttft_slo", "tbt_slo") for s in (3e-308, 1e308, 1e-9)],
+    dict(arrival=-1e308, priority="low"),
+    dict(arrival=1e308, priority="low"),
+    dict(arrival=1e308, priority="realtime"),
+    dict(ttft_slo=3e-308),
+    dict(ttft_slo=1e308),
+    dict(tbt_slo=3e-308),
+    dict(tbt_slo=1e308),
     dict(request_id=2**62),
     dict(priority="high", tbt_slo=Fraction(1, 9)),
 ]
@@ -352,10 +350,22 @@ def test_nothing_that_is_accepted_makes_a_step_fail(policy):
 # warm-up, and failures
 
 
-@pytest.mark.parametrize("options", [{}, dict(max_waiting=2), dict(max_len=24, page_size=4)])
+def serves_as_a_new_one(engine):
+    """Whether two requests get the first ids, and the tokens that each has alone."""
+    params = SamplingParams(4)
+    completions = engine.generate(PROMPTS[:2], params)
+    expected = [(i, alone(MODEL, PROMPTS[i], params)) for i in range(2)]
+    return [(c.request_id, c.tokens) for c in completions] == expected
+
+
+SHARES = dict(page_size=4, prefix_caching=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(max_waiting=2), dict(max_len=24, page_size=4), SHARES]
+)
 def test_warm_up_leaves_no_trace(options, monkeypatch):
     engine = make_engine(**options)
-    params = SamplingParams(4)
     sizes = set()
     forward = GPT.forward
 
@@ -365,15 +375,15 @@ def test_warm_up_leaves_no_trace(options, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(GPT, "forward", count)
-        engine.warm_up()
+        for _ in range(2):
+            engine.warm_up()
     max_waiting = options.get("max_waiting", 3)
     assert sizes.issuperset([*range(1, max_waiting + 1), 6])  # decodes, a chunk
     assert not engine.runner.cache.data.isnan().any()  # all of it was touched
     assert finish(engine) == []
+    assert named(engine.scheduler.pages) == set()
     poison(engine)
-    completions = engine.generate(PROMPTS[:2], params)
-    assert [c.request_id for c in completions] == [0, 1]
-    assert [c.tokens for c in completions] == [alone(MODEL, p, params) for p in PROMPTS[:2]]
+    assert serves_as_a_new_one(engine)
 
 
 def test_warm_up_is_for_an_idle_engine():
@@ -398,18 +408,6 @@ def test_warm_up_serves_no_more_requests_than_have_pages(monkeypatch):
     assert counts == [1, 4]
 
 
-def test_the_runner_picks_the_likeliest_token_of_each_span():
-    runner = Runner(MODEL, pages=3, page_size=40)
-    runner.cache.data.fill_(float("nan"))
-    spans = [lone_chunk([i], 0, PROMPTS[i], yields_token=i != 1) for i in range(3)]
-    expected = [alone(MODEL, PROMPTS[i], SamplingParams(1))[0] for i in (0, 2)]
-    assert runner.greedy(spans) == expected
-    first, second = alone(MODEL, PROMPTS[1], SamplingParams(2))
-    assert runner.greedy([lone_chunk([1], 19, PROMPTS[1][19:])]) == [first]
-    assert runner.greedy([lone_chunk([1], 20, [first], yields_token=False)]) == []
-    assert runner.greedy([lone_chunk([1], 20, [first])]) == [second]
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
 def test_generate_raises_what_the_model_raises_and_leaves_no_request(error, monkeypatch):
     engine = make_engine()
@@ -421,8 +419,33 @@ def test_generate_raises_what_the_model_raises_and_leaves_no_request(error, monk
         patch.setattr(GPT, "forward", broken)
         engine.generate(PROMPTS, SamplingParams(3))
     assert finish(engine) == []
-    completions = engine.generate(PROMPTS[:2], SamplingParams(3))
-    assert [c.request_id for c in completions] == [0, 1]
-    assert [c.tokens for c in completions] == [
-        alone(MODEL, p, SamplingParams(3)) for p in PROMPTS[:2]
-    ]
+    assert serves_as_a_new_one(engine)
+
+
+@pytest.mark.parametrize("policy", ["vllm", "sarathi-serve", "chunked-only", "hybrid-only"])
+@pytest.mark.parametrize("fails, aborted", [(False, False), (True, False), (True, True)])
+def test_an_iteration_names_its_victims(policy, fails, aborted, monkeypatch):
+    """Also when the first try at it failed, and when before the second one all that it wanted to
+    compute is given up."""
+
+    def is_in_need(request):
+        return request.is_decoding and request.num_computed % 4 == 0
+
+    engine = make_engine(policy, chunk=20, max_batch=2, max_len=20, page_size=4, pages=6)
+    scheduler = engine.scheduler
+    stays, victim = (engine.add_request([i] * 10, SamplingParams(10)) for i in (1, 2))
+    while scheduler.pages.num_free or not all(map(is_in_need, scheduler.running)):
+        assert engine.step(), "memory is never short"
+    if fails:
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(engine.runner, "forward", raise_memory_error)
+            engine.step()
+    if aborted:
+        engine.abort(stays)
+    engine.step()
+    last = engine.last_iteration
+    assert last.preempted == [victim]
+    if not aborted:
+        assert (last.free_pages, last.waiting, last.running) == (2, 1, 1)
+        engine.step()
+        assert engine.last_iteration.preempted == []

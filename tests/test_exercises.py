@@ -6,8 +6,10 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,8 +23,9 @@ from policies import custom
 from scheduler import SarathiServe
 from tests import mended_policies
 from tests.exercise_solutions import IMPORTS, OTHERS, SOLUTIONS, WRONG
-from tests.pages import enter, needs_pyodide, opened, run_source
+from tests.pages import opened
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
 ROOT = Path(__file__).parents[1]
 WRITTEN = [exercise for exercise in EXERCISES if not exercise.complaint]
 MENDS = [exercise for exercise in EXERCISES if exercise.complaint]
@@ -41,9 +44,10 @@ def call(argv, capsys):
 
 
 @pytest.fixture(autouse=True)
-def slow_machines_have_time(monkeypatch):
-    """Loads shrink for four times as long."""
-    monkeypatch.setattr(problems, "SHRINK_S", 2.0)
+def every_machine_tries_as_many_loads(monkeypatch):
+    """Loads shrink for 500 tries, however long these take."""
+    clock = count(step=problems.SHRINK_S / 500)
+    monkeypatch.setattr(problems, "time", SimpleNamespace(process_time=lambda: next(clock)))
 
 
 def check(number, source, folder, capsys, *options):
@@ -97,17 +101,13 @@ def test_a_stub_fails_in_one_line(exercise, capsys):
 STALL_FREE = "from scheduler import *\n\nclass StallFree(SarathiServe):\n"
 BATCH = "    def schedule(self):\n        batch = super().schedule()\n"
 BROKEN = [  # (a part of a solution of exercise 6, the line that is named, the message)
-    ("def schedule(self): super().schedule()", 4, "schedule() returned None: did you forget"),
     ("def schedule(self):\n      while True: pass", 5, "a loop without an end?"),
-    (f"{BATCH} batch += batch; return batch", 4, "request 0 has two chunks in one batch"),
-    (f"{BATCH} self.running[0].num_computed += 1; return batch", 4, "changes num_computed of requ"),
     (
         f"{BATCH} self.running[0].tokens.append(3); return batch",
         4,
         "changes the tokens of request 0",
     ),
     (f"{BATCH} self.max_batch += 1; return batch", 4, "it changes chunk, max_batch or max_len"),
-    ("def add(self, request): raise SystemExit(0)", 4, "SystemExit: 0"),
     ("def __init__(self, *args, **options): pass", None, "AttributeError: "),
     ("def schedule(self:", 4, "SyntaxError"),
 ]  # what else a policy may do: test_check_policy.py
@@ -226,11 +226,9 @@ def test_a_check_that_does_not_end_is_ended(solved, capsys, monkeypatch):
 ANSWERED = [  # (exercise, a solution that uses an answer of this repository, which one)
     (1, "class RequestLevel(scheduler.RequestLevel): pass", "RequestLevel.schedule"),
     (4, "class CutAPrompt(CutsPrompts): pass", "Batch.add"),
-    (6, "class StallFree(SarathiServe): pass", "SarathiServe.schedule"),
     (6, "class StallFree(SarathiServe):\n  def schedule(self): return super().schedule()", "Sarat"),
     (7, "class OutOfMemory(SarathiServe): pass", "Scheduler.grow_decodes"),
     (10, "from policies.remedies import *\nclass OneLongPrompt(EqualProgress): pass", "EqualPro"),
-    (12, "class StarvedPrefills(SarathiServe): pass", "SarathiServe.schedule"),
     (13, "class NothingLeft(SarathiServe): pass", "Scheduler.plan_admission"),
     (
         8,
@@ -275,13 +273,9 @@ def test_there_are_two_hints_and_a_docstring_with_all_parts(exercise, capsys):
     assert call([number, "--hint"], capsys) == hints[0] != hints[1]
     text = exercise.file.read_text("utf-8")
     docstring = ast.get_docstring(ast.parse(text))
-    parts = ["Mend it: ", "Source: ", "**Complaint.**", "**Find.**", "**Mend.**"]
+    parts = ["Source: ", "**Idea.**", "**Stays true.**", "**Predict.**", "**You may use**"]
     if exercise.complaint:
-        assert len(text.rpartition('"""\n\nfrom')[2].splitlines()) <= 40
-    else:
-        parts = ["Source: ", "**Idea.**", "**Stays true.**", "**Predict.**", "**You may use**"]
-        idea = docstring.partition("**Idea.**")[2].partition("\n\n")[0]
-        assert 5 <= len(re.findall(r"[.:?](?= |\n|$)", idea)) <= 9
+        parts = ["Mend it: ", "Source: ", "**Complaint.**", "**Find.**", "**Mend.**"]
     places = [docstring.index(part) for part in [f"Exercise {number}. ", *parts]]
     assert places == sorted(places)
 
@@ -341,19 +335,13 @@ def test_a_fault_is_a_complaint_with_figures_and_a_timeline(exercise, capsys):
 @pytest.mark.parametrize("exercise", MENDS, **WITH_TITLE)
 def test_the_first_wrong_iteration_is_asked_for(exercise, tmp_path, capsys):
     number = FIRST_WRONG[exercise.number]
-    for guess, expected, answer in (
-        (number - 1, 1, "later"),
-        (number + 1, 1, "earlier"),
-        (number, 0, "yes"),
-    ):
+    guesses = (number - 1, 1, "later"), (number + 1, 1, "earlier"), (number, 0, "yes")
+    for guess, expected, answer in guesses:
         status, text = call([exercise.number, "--iteration", guess], capsys)
         assert status == expected and answer in text
-    reference = exercise.complaint.reference
-    source = (
-        f"from {reference.__module__} import {reference.__name__}\n"
-        f"class {exercise.class_name}({reference.__name__}): pass\n"
+    status, text = check(
+        exercise.number, RIGHT[exercise.number][0], tmp_path, capsys, "--iteration", 1
     )
-    status, text = check(exercise.number, source, tmp_path, capsys, "--iteration", 1)
     assert status == 1 and "there is nothing to find" in text
 
 
@@ -406,20 +394,13 @@ def test_the_loads_go_from_tiny_to_tight():
     assert any(it.waiting for trial in trials for it in trial.iterations)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number, old, new", [row[:3] for row in WRONG if row[0] in (4, 6, 9, 10)])
-def test_a_page_can_be_drawn_of_every_difference(number, old, new, tmp_path, capsys):
+def test_an_error_has_the_page_of_the_question(tmp_path, capsys):
     page = tmp_path / "difference.html"
-    status, text = check(number, replaced(number, old, new), tmp_path, capsys, "--html", page)
-    assert status == 1
-    if text.endswith("no page: the policy made no batch\n"):
-        assert not page.exists()
-        return
-    assert f"wrote {page}, open file://" in text
+    source = replaced(9, "return len(decodes) + length", "return self.chunk / 3")
+    status, text = check(9, source, tmp_path, capsys, "--html", page)
+    assert status == 1 and f"wrote {page}, open file://" in text
     runs = page.read_text("utf-8").partition('"runs":')[2]
-    yours, beside = re.findall(r'"name": "([\w-]+)"', runs)
-    # an error has no load: the page is that of the question
-    assert yours == "yours" and beside in ("reference", "sarathi-serve", "orca", "vllm")
+    assert re.findall(r'"name": "([\w-]+)"', runs) == ["yours", "sarathi-serve"]
 
 
 def test_the_page_shows_both_decisions_in_the_iteration_that_was_named(browser, tmp_path, capsys):
@@ -434,27 +415,3 @@ def test_the_page_shows_both_decisions_in_the_iteration_that_was_named(browser, 
     assert yours != reference
     (row,) = re.findall(r"(?m)^\| 0 <.*\| +(\S.*?) +\| +(\S.*?) +\|$", text)
     assert row[1] == f"token {reference[0][1]}"
-
-
-@pytest.mark.slow
-@needs_pyodide
-def test_the_browser_checks_all_and_remembers_what_is_solved(browser, site_address):
-    def choose(exercise, text):
-        tab.select_option("#startwith", str(exercise.number))
-        tab.wait_for_function("text => $('source').value.includes(text)", arg=text)
-
-    with opened(browser, site_address) as tab:
-        for exercise in EXERCISES:
-            number = exercise.number
-            choose(exercise, f"Exercise {number}. ")
-            line = run_source(tab)
-            is_named = "A user: " in line if exercise.complaint else "not written yet" in line
-            assert is_named, line
-            line = run_source(tab, RIGHT[number][0])
-            assert line == f"Exercise {number}, {exercise.title}: it holds."
-            assert tab.text_content("#progress") == f"{number} of 16 exercises solved"
-        tab.reload()
-        enter(tab)
-        assert tab.text_content("#progress") == "16 of 16 exercises solved"
-        assert tab.text_content("#startwith").count("✓ solved") == 16
-        choose(EXERCISES[5], RIGHT[6][0])

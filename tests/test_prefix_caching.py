@@ -9,9 +9,8 @@ import pytest
 
 from config import EngineConfig
 from engine import Engine
-from model import GPT
 from policies import POLICIES, make_scheduler
-from policies.pages import make_pages
+from policies.pages import CachedPages
 from policies.referee import Referee
 from request import Request
 from sampling import SamplingParams
@@ -23,7 +22,6 @@ from tests.helpers import (
     finish,
     guard,
     named,
-    poison,
     tiny_model,
 )
 
@@ -47,21 +45,21 @@ def new_engine(policy="sarathi-serve", **options):
 
 
 class Line:
-    """A scheduler under the eyes of a referee, and all requests that were added to it."""
+    """A scheduler that shares pages, under the eyes of a referee."""
 
-    def __init__(self, policy, page_size=4, pages=32, shares=True, **options):
+    def __init__(self, policy, page_size=4, pages=32, **options):
         sizes = dict(chunk=64, max_batch=9, max_len=64)
-        self.pages = make_pages(pages, page_size, shares)
+        self.pages = CachedPages(pages, page_size)
         self.scheduler = make_scheduler(policy, self.pages, **sizes | options)
-        self.requests = []
+        self.count = 0
         Referee(self.scheduler, policy)
 
     def add(self, prompt, output_len):
         """A Request that arrives after all others."""
-        i = len(self.requests)
         prompt = list(prompt)
-        request = Request(i, prompt, len(prompt), output_len, arrival=float(i))
-        self.requests.append(request)
+        arrival = float(self.count)
+        request = Request(self.count, prompt, len(prompt), output_len, arrival)
+        self.count += 1
         self.scheduler.add(request)
         return request
 
@@ -93,21 +91,13 @@ def test_vllm_counts_what_is_to_be_computed_of_whole_prompts():
     assert line.step() == {n: (56, 4) for n in range(1, 5)}
 
 
-def test_found_pages_take_memory_only_if_nobody_runs_with_them():
+def test_found_pages_of_running_requests_take_no_memory():
     line = Line("sarathi-serve", pages=17)
     line.add(range(60), 4)  # 15 pages, and one to grow into
     line.step()
     line.add([*range(56), 9, 9], 2)  # 14 of them, and the last one that is left
     line.step()
     assert len(line.scheduler.running) == 2
-    line = Line("sarathi-serve", pages=15, max_len=60)
-    line.add(range(56), 1)  # leaves 14 pages in the cache
-    line.run()
-    line.add([100], 3)  # takes the last one
-    line.step()
-    assert line.pages.num_free == 14
-    line.add([*range(56), 9, 9], 1)  # needs the 14, and one more
-    assert line.run() == [{1: (1, 1)}, {1: (2, 1)}, {2: (56, 2)}]
 
 
 @EVERY
@@ -194,18 +184,6 @@ def test_pages_are_found_as_soon_as_they_are_computed_and_not_before():
     assert line.run() == [{0: (0, 8)}, {0: (8, 8)}, {0: (16, 4), 1: (16, 4)}]
 
 
-def test_two_equal_prompts_at_once_are_computed_twice_and_cached_once():
-    line = Line("orca")
-    line.add(range(20), 1)
-    second = line.add(range(20), 3)
-    assert line.step() == {0: (0, 20), 1: (0, 20)}  # the first one has ended
-    assert len(named(line.pages)) == 5
-    assert named(line.pages).isdisjoint(second.pages)
-    line.add(range(20), 1)
-    assert line.run()[0] == {1: (20, 1), 2: (16, 4)}
-    assert len(named(line.pages)) == 5
-
-
 # on and off
 
 
@@ -223,21 +201,12 @@ def events_of_each_step(policy, prompts, **options):
 
 
 @EVERY
-def test_prefix_caching_without_a_hit_changes_no_batch_and_no_event(policy):
+def test_prefix_caching_without_a_hit_changes_no_batch_and_no_event(policy, monkeypatch):
     prompts = [[n, *Random(n).choices(range(61), k=3 * n)] for n in (9, 1, 5, 7, 2, 4)]
+    shared = events_of_each_step(policy, prompts)
+    monkeypatch.setattr("policies.pages.sha256", None)  # nothing is hashed without
     without = events_of_each_step(policy, prompts, prefix_caching=False)
-    assert events_of_each_step(policy, prompts) == without
-    assert len(without) > 5
-
-
-@EVERY
-def test_without_prefix_caching_no_page_is_hashed_or_found(policy, monkeypatch):
-    monkeypatch.setattr("policies.pages.sha256", None)
-    line = Line(policy, shares=False)
-    for _ in range(3):
-        line.add(range(20), 9)
-    line.run()
-    assert not any(request.cached_tokens for request in line.requests)
+    assert shared == without and len(without) > 5
 
 
 @pytest.mark.parametrize(
@@ -252,53 +221,6 @@ def test_pages_hold_64_tokens_or_half_of_max_len_by_default(max_len, page_size, 
 
 
 # what must not be found
-
-
-def test_warm_up_leaves_no_cached_page_and_can_be_repeated():
-    engine = new_engine()
-    for prompt in ([0] * 30, SYSTEM, SYSTEM):
-        for _ in range(2):
-            engine.warm_up()
-            assert finish(engine) == []
-        assert named(engine.scheduler.pages) == set()
-        poison(engine)
-        for cached_tokens in (0, (len(prompt) - 1) // 4 * 4):
-            (completion,) = engine.generate([prompt], PARAMS)
-            assert completion.tokens == alone(MODEL, prompt, PARAMS)
-            assert completion.cached_tokens == cached_tokens
-
-
-def test_a_warm_up_that_is_refused_has_spoilt_nothing():
-    engine = new_engine()
-    engine.add_request(SYSTEM, PARAMS)
-    for _ in range(5):
-        engine.step()
-    with pytest.raises(ValueError, match="warm_up: requests are running"):
-        engine.warm_up()
-    (completion,) = completions_of(finish(engine)).values()
-    assert completion.tokens == alone(MODEL, SYSTEM, PARAMS)
-
-
-def test_pages_of_a_failed_batch_are_not_cached(monkeypatch):
-    engine = new_engine()
-    engine.add_request(SYSTEM, PARAMS)
-    forward = GPT.forward
-
-    def failing(*args):
-        forward(*args)
-        raise MemoryError
-
-    num_cached = []
-    while engine.has_work:  # a batch more each time
-        with monkeypatch.context() as patch, pytest.raises(MemoryError):
-            patch.setattr(GPT, "forward", failing)
-            engine.step()
-        (request,) = engine.scheduler.running
-        num_cached.append(len(named(engine.scheduler.pages)))
-        assert num_cached[-1] == request.num_computed // 4
-        engine.step()
-    assert num_cached[0] == 0
-    assert num_cached[-1] == (19 + 7 - 2) // 4
 
 
 def test_a_dropped_cache_finds_nothing():

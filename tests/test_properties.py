@@ -189,6 +189,13 @@ class Watched(Ledger):
             self.engine.scheduler.preempt(running[n])
             self.check()
 
+    def finish(self):
+        """Steps until nothing is left."""
+        for _ in range(1000):
+            if self.engine.has_work:
+                self.step()
+        self.check_end()
+
     def end(self, completion):
         super().end(completion)
         i = completion.request_id
@@ -220,10 +227,7 @@ def check_every_request_ends_as_if_alone(policy, case):
             watched.add(prompt, params, **service)
         else:
             getattr(watched, method)(*arguments)
-    for _ in range(1000):
-        if watched.engine.has_work:
-            watched.step()
-    watched.check_end()
+    watched.finish()
     if case.actions[:4] == LONG_ONES and policy not in NEVER_PREEMPT:
         assert watched.preempted  # or this test would not test it
     if case.actions == ALIKE:

@@ -3,93 +3,59 @@
 import pytest
 
 from engine import Engine
-from kv_cache import Pages
-from page.records import Recorder, why_head_waits
-from policies import make_scheduler
-from policies.observers import Iteration
-from policies.pages import CachedPages
+from page.records import Recorder
 from sampling import SamplingParams
-from scheduler import Request
 from tests.helpers import tiny_model
-from tests.pages import Truth, in_turn
+from tests.pages import Truth, in_turn, recorded
 
 
-def decided(policy, requests, pages=16, page_size=16, max_batch=4, **options):
-    """The records of the first iterations of a scheduler with these (prompt, output) lengths."""
-    sizes = dict(max_batch=max_batch, max_len=128, clock=lambda: 0.0)
-    scheduler = make_scheduler(policy, Pages(pages, page_size), **sizes | options)
-    recorder = Recorder()
-    recorder.watch([scheduler])
-    for i, (prompt, output) in enumerate(requests):
-        scheduler.add(Request(i, [0] * prompt, prompt, output))
-    now = 0.0
-    while scheduler.requests:
-        batch = scheduler.next_batch()
-        iteration = Iteration.of(scheduler, batch, now, end=now)
-        iteration = iteration._replace(end=now + 1, launch=now + 0.25)
-        tokens = [0 if chunk.yields_token else None for chunk in batch]
-        now += 1
-        scheduler.advance(batch, tokens, now)
-        recorder.add(iteration)
-    return in_turn(recorder)
+def records_of(policy, requests, **sizes):
+    """The records of a run of (arrival, prompt, output) lengths, a second for each iteration."""
+    memory = dict(chunk=32, max_batch=4, page_size=16, pages=16)
+    return in_turn(recorded(policy, requests=requests, **memory | sizes))
 
 
 def test_a_record_says_what_was_computed_and_what_the_budget_was():
-    first, second, third, *_ = decided("sarathi-serve", [(10, 3), (40, 2)], chunk=32)
+    first, second, third, *_ = records_of("sarathi-serve", [(0, 10, 3), (0, 40, 2)])
     assert first["chunks"] == [[0, 0, 10], [1, 0, 22]] and first["decodes"] == []
     assert first["budget"] == 32 and first["why"] is None
-    assert (first["waiting"], first["running"], first["free_pages"]) == (0, 2, 12)
-    assert first["pages"] == [[0, 0, 0], [1, 0, 1, 2, 3]]
     assert second["chunks"] == [[1, 22, 18]] and second["decodes"] == [0]
-    assert (second["start"], second["launch"], second["end"]) == (1.0, 1.25, 2.0)
+    assert (second["start"], second["end"]) == (1.0, 2.0)
     assert third["decodes"] == [0, 1] and third["ended"] == [[0, "length"], [1, "length"]]
 
 
 @pytest.mark.parametrize(
-    "policy, options, why",
+    "policy, sizes, why",
     [
-        ("sarathi-serve", dict(chunk=32, max_batch=2), ["batch", 2]),
+        ("sarathi-serve", dict(max_batch=2), ["batch", 2]),
         ("sarathi-serve", dict(chunk=80, pages=8), ["pages", 3, 2]),
         ("sarathi-serve", dict(chunk=64), ["budget", 0, 40]),
-        ("orca-best", dict(chunk=32), ["policy"]),
-        ("orca", dict(chunk=32), ["pages", 8, 0]),  # of max_len
+        ("orca-best", {}, ["policy"]),
+        ("orca", dict(pages=8), ["pages", 4, 0]),  # of max_len
+        ("vllm", {}, ["budget", 9, 40]),  # of max_len = 49, which it does not cut
     ],
 )
-def test_the_reason_why_the_head_of_the_queue_waits_is_recorded(policy, options, why):
-    records = decided(policy, [(40, 9), (40, 9), (40, 9)], **options)
+def test_the_reason_why_the_head_of_the_queue_waits_is_recorded(policy, sizes, why):
+    records = records_of(policy, [(0, 40, 9)] * 4, **sizes)
     assert why in [record["why"] for record in records]
 
 
-def test_a_prompt_that_is_not_cut_waits_for_budget_of_its_whole_length():
-    first, *_ = decided("vllm", [(100, 3), (40, 3)], chunk=32)
-    assert first["why"] == ["budget", 28, 40]
+ALIKE = [(0, 64, 9, 64), (0, 100, 9, 100), (0, 120, 9, 120)]
+# request 0 leaves 4 pages behind; 1 takes the others and the last of these
+IN_TURN = [(0, 64, 1, 64), (1, 75, 5, 0), (2, 80, 9, 80)]
 
 
-def test_pages_needed_are_fewer_when_shared_and_include_unread_ones():
-    def make():
-        pages = CachedPages(8, 16)
-        return make_scheduler("sarathi-serve", pages, chunk=64, max_batch=4, max_len=128)
-
-    def step(scheduler):
-        batch = scheduler.next_batch()
-        why = why_head_waits(scheduler, batch)
-        scheduler.advance(batch, [0 if chunk.yields_token else None for chunk in batch], 0.0)
-        return why
-
-    scheduler = make()
-    for i, prompt in enumerate((64, 100, 120)):
-        scheduler.add(Request(i, [7] * prompt, prompt, 9))
-    assert step(scheduler) == ["pages", 7, 4]  # no page of 0 was computed before
-    # 0 has 5 of the 8 pages with that of its output, 1 shares 4 of them and has the other 3
-    assert step(scheduler) == ["pages", 8 - 4, 0]
-
-    scheduler = make()
-    scheduler.add(Request(0, [7] * 64, 64, 1))  # it leaves 4 pages behind
-    step(scheduler)
-    scheduler.add(Request(1, [8] * 75, 75, 5))  # takes the others and the last of these
-    step(scheduler)
-    scheduler.add(Request(2, [7] * 80, 80, 9))  # finds 3 of its 5 pages, all of those that are free
-    assert step(scheduler) == ["pages", 5, 3]
+@pytest.mark.parametrize(
+    "requests, whys",
+    [
+        # 0 has 5 of the 8 pages with that of its output, 1 shares 4 of them and has the other 3
+        (ALIKE, [["pages", 7, 4], ["pages", 8 - 4, 0]]),
+        (IN_TURN, [["pages", 5, 3]]),  # 2 finds 3 of its 5 pages, all of those that are free
+    ],
+)
+def test_pages_needed_are_fewer_when_shared_and_include_unread_ones(requests, whys):
+    records = records_of("sarathi-serve", requests, chunk=64, pages=8, prefix_caching=True)
+    assert [record["why"] for record in records if record["why"]][: len(whys)] == whys
 
 
 def test_a_failed_step_is_recorded_once_with_all_its_pages(monkeypatch):
@@ -109,6 +75,7 @@ def test_a_failed_step_is_recorded_once_with_all_its_pages(monkeypatch):
     engine.step()
     recorder.add(engine.last_iteration)
     (record,) = in_turn(recorder)
+    assert record["start"] <= record["launch"] <= record["end"]
     assert record["pages"] == [[0, 0, 0, 1, 2]] and record["chunks"] == [[0, 0, 16]]
     (live,) = recorder.snapshot()["live"]
     assert (live["num_computed"], live["pages"], live["output"]) == (16, [0, 1, 2], 0)

@@ -5,7 +5,6 @@ import random
 import re
 import shlex
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,7 @@ from tests.pages import (
     SLO_S,
     a_load,
     a_stall,
+    data_of,
     expected_metrics,
     in_turn,
     opened,
@@ -81,12 +81,11 @@ def test_numbers_and_table_are_those_of_the_library(any_browser, tmp_path):
     runs = {"vllm": simulated("vllm", pages=48), "sarathi-serve": simulated("sarathi-serve")}
     recorders = {name: recorder for name, (_, recorder) in runs.items()}
     expected = [expected_metrics(*run) for run in runs.values()]
-    run, truth = runs["vllm"]
+    run, _ = runs["vllm"]
     summary = summarize_run(run.completions, run.iterations, run.seconds)
     with opened_runs(any_browser, tmp_path, recorders) as tab:
         assert tab.evaluate("data.slo_s") == SLO_S
         exact = tab.evaluate("panes.map(pane => pane.run.metrics())")
-        half = tab.evaluate("[...focused.run.so_far(200).tbt]")
         tab.evaluate("go(focused.run, Infinity)")
         tab.wait_for_function("$('numbers').innerText.includes('first token\\t\\t\\t40')")
         tab.wait_for_function("$('policytable').rows.length === 3")
@@ -105,10 +104,6 @@ def test_numbers_and_table_are_those_of_the_library(any_browser, tmp_path):
             assert seconds(numbers[f"{key}-{q}"]) == pytest.approx(value, rel=5e-3)
     assert rows["preemptions"] == f"{summary.preemptions}" != "0"
     assert rows["stalls, longer than 50.0 ms"] == f"{expected[0]['stalls']}" != "0"
-    end = in_turn(truth)[200]["end"] + 1e-6
-    times = [pair for c in run.completions for pair in pairwise(c.token_times)]
-    gaps = [b - a for a, b in times if b < end]
-    assert half == pytest.approx(sorted(gaps), abs=3e-6)  # times are written in microseconds
 
 
 def test_the_keyboard_is_enough(show):
@@ -292,17 +287,14 @@ def test_a_stall_is_red_at_every_zoom(any_browser, tmp_path, width):
                 assert lane.get(ink, 0) > 5 * 20
 
 
-def test_a_pixel_shows_its_longest_gap_and_only_who_is_there_has_a_lane(show):
+def test_only_who_is_there_has_a_lane_and_none_is_as_red_as_a_stall(show):
     tab = show({"vllm": a_stall()})
-    gaps = [[0, 1], [1, 4], [4, 5], [5, 15], [15, 16]]
-    merged = tab.evaluate("gaps => merge_gaps(gaps, 8)", gaps)
-    assert merged == [[0, 5, 3], [5, 15, 10], [15, 16, 1]]
     for window, ids in ([0, 0.4], [0]), ([4, 5], [0, 1]), ([899, 901], [2]):
         tab.evaluate("window => set_view(...window)", window)
         tab.wait_for_function("!dirty")
         assert tab.evaluate("panes[0].ids") == ids
     hues = tab.evaluate("Array.from({length: 1000}, (_, id) => hue_of(id))")
-    assert min(hues) >= 30 and max(hues) <= 310  # never the red of a stall
+    assert min(hues) >= 30 and max(hues) <= 310
 
 
 def test_the_tip_says_who_waited_for_whom(show):
@@ -421,9 +413,9 @@ def test_the_bench_writes_a_page(command, tmp_path, capsys):
     names = ["request-level", "sarathi-serve"]
     main([*command.split(), "--policies", ",".join(names), "--html", str(file)])
     assert capsys.readouterr().out.endswith(f"wrote {file}, open {file.as_uri()}\n")
-    data = json.loads(file.read_text().split('id="data">')[1].split("</script>")[0])
-    assert [run["name"] for run in data["runs"]] == names
-    assert all(run["settings"]["pages"] and run["data"] for run in data["runs"])
+    runs = data_of(file)["runs"]
+    assert [run["name"] for run in runs] == names
+    assert all(run["settings"]["pages"] and run["data"] for run in runs)
 
 
 @contextmanager

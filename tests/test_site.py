@@ -173,7 +173,7 @@ def test_what_is_wrong_with_a_policy_is_one_line(tab):
 
 
 @needs_pyodide
-def test_an_exercise_is_solved_in_the_page(tab):
+def test_an_exercise_is_solved_in_the_page_which_remembers_it(tab, site_address):
     exercise = EXERCISES[5]
     tab.select_option("#startwith", "6")
     tab.wait_for_function("$('source').value.includes('Exercise 6')")
@@ -188,6 +188,10 @@ def test_an_exercise_is_solved_in_the_page(tab):
     assert line == f"Exercise 6, {exercise.title}: it holds."
     assert "The answer: 2 iterations" in tab.text_content("#resultdetails")
     assert tab.evaluate("$('hints').children.length") == 2
+    tab.goto(site_address)
+    enter(tab)
+    assert tab.text_content("#progress") == "1 of 16 exercises solved"
+    assert tab.text_content("#startwith").count("✓ solved") == 1
 
 
 @needs_pyodide

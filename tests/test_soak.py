@@ -42,53 +42,40 @@ def measure():
 
 
 class Soak(Watched):
-    """`total` requests that come in bursts; in an iteration `mean` of them, on average."""
+    """Requests that come in bursts, some of which are aborted, and steps of which some fail."""
 
-    def __init__(self, total, mean, **options):
+    def __init__(self, **options):
         super().__init__(**options)
-        self.total = total
-        self.mean = mean
         self.draw = random.Random(3)
         self.seen = Counter()
-        self.asked_before = random_requests(150)
+        self.requests = random_requests(150)
 
-    def run(self):
-        """Until all have ended: what `measure` says at the beginning and at the end, when about
-        as many requests are inside."""
-        moments = [self.total // 5, self.total]
-        measured = []
-        while self.seen["accepted"] < self.total or self.engine.has_work:
+    def run(self, total, mean):
+        """Until so many have been accepted; in an iteration `mean` of them come, on average."""
+        while self.seen["accepted"] < total:
             factor = self.draw.choices(range(4), [0.4, 0.3, 0.2, 0.1])[0]  # 1 on average
-            count = int(factor * self.mean + self.draw.random())
+            count = int(factor * mean + self.draw.random())
             for _ in range(80 if self.draw.random() < 0.02 else count):
                 self.add_one()
-            if self.engine.has_work and self.draw.random() < 0.04:
+            if self.draw.random() < 0.04:
                 self.fail(after=self.draw.random() < 0.5)
                 self.seen["faults"] += 1
             self.step()
             if self.asked and self.draw.random() < 0.03:
                 self.abort(self.draw.choice(list(self.asked)))
-            if moments and self.seen["accepted"] >= moments[0]:
-                moments.pop(0)
-                for counts in (self.times, self.computed, self.preempted):
-                    for i in counts.keys() - self.asked.keys():  # this test's own notes
-                        del counts[i]
-                measured.append(measure())
-        self.check_end()
-        return measured
+        for counts in (self.times, self.computed, self.preempted):
+            for i in counts.keys() - self.asked.keys():  # this test's own notes
+                del counts[i]
 
     def add_one(self):
-        if self.seen["accepted"] == self.total:
-            return
-        waiting = len(self.engine.scheduler.waiting)
-        request = self.draw.choice(self.asked_before)
+        waiting = len(self.engine.scheduler.waiting)  # who was preempted waits, too
         try:
-            self.add(*request, priority=self.draw.choice(["high", "low"]))
+            self.add(*self.draw.choice(self.requests), priority=self.draw.choice(["high", "low"]))
             self.seen["accepted"] += 1
             assert waiting < MAX_WAITING
         except QueueFull:
             self.seen["refused"] += 1
-            assert waiting >= MAX_WAITING  # who was preempted waits, too
+            assert waiting >= MAX_WAITING
 
     def end(self, completion):
         super().end(completion)
@@ -102,23 +89,15 @@ class Soak(Watched):
     "policy, total, mean, shares",  # in an iteration, as many as can be served
     [
         ("sarathi-serve", 7500, 1.0, False),
-        ("request-level", 400, 0.25, False),
         ("orca", 400, 0.25, False),
         ("vllm", 400, 0.7, False),
-        ("sarathi", 400, 0.25, False),
-        ("chunked-only", 400, 0.5, False),
-        ("hybrid-only", 400, 1.0, False),
         ("priority", 400, 1.0, False),
         ("sarathi-serve", 1000, 1.3, True),
-        ("vllm", 400, 1.0, True),
-        ("orca", 400, 0.4, True),
         ("priority", 400, 1.3, True),
     ],
 )
 def test_nothing_is_lost_and_nothing_leaks(policy, total, mean, shares):
     soak = Soak(
-        total,
-        mean,
         policy=policy,
         chunk=24,
         max_batch=MAX_BATCH,
@@ -128,13 +107,17 @@ def test_nothing_is_lost_and_nothing_leaks(policy, total, mean, shares):
         prefix_caching=shares,
         policy_options={"ageing": 0.01} if policy == "priority" else {},
     )
-    begin, end = soak.run()
+    soak.run(total // 5, mean)
+    begin = measure()
+    soak.run(total, mean)
+    end = measure()
+    soak.finish()
     seen = soak.seen
-    assert seen["accepted"] == seen["stop"] + seen["length"] + seen["abort"] == total
+    assert seen["accepted"] == seen["stop"] + seen["length"] + seen["abort"] >= total
     for name in ("faults", "abort", "stop", "refused"):  # or this test would not test it
         assert seen[name] > total / 500, name
     assert seen["cached"] > total / 2 if shares else not seen["cached"]
-    assert bool(seen["preemptions"]) == (policy not in ("request-level", "orca", "sarathi"))
-    # up to 80 requests are inside at either moment; thousands have gone through
+    assert bool(seen["preemptions"]) == (policy != "orca")
+    # about as many requests are inside at either moment; thousands have gone through
     containers, small_objects = (later - earlier for earlier, later in zip(begin, end, strict=True))
     assert containers < 2000 and small_objects < 4000
