@@ -1,6 +1,6 @@
 """The model of the iteration time keeps its promises against laws that are written here.
 
-That a budget made of it keeps an SLO, also on a machine that changes speed: test_dynamic.py."""
+That a budget made of it keeps an SLO: test_dynamic.py."""
 
 import itertools
 import math
@@ -135,6 +135,17 @@ def test_predictions_follow_the_context(seed):
     more, fewer = (machine.fits(0.2, batch(0, 6, context), 0, 999) for context in (200, 6000))
     assert more > fewer > 0
     assert machine.fits(0.2, DECODES, 4000, 999) < machine.fits(0.2, DECODES, 0, 999)
+
+
+@SEEDS
+@pytest.mark.parametrize("slowdown", [1.4, 0.7])
+def test_a_change_of_speed_is_followed_within_twenty_iterations(slowdown, seed):
+    machine = Machine(cpu, 0.03, seed, mixed=100)
+    machine.law = lambda shape: slowdown * cpu(shape)
+    assert abs(machine.error(HYBRID)) > 0.25
+    machine.run_mixed(20)
+    assert abs(machine.error(HYBRID)) < 0.08
+    assert abs(machine.error(DECODES)) < 0.13  # of which four were seen
 
 
 @SEEDS
