@@ -2,6 +2,8 @@
 in too little memory. What it says is read from the file, as Chrome's Trace Event Format."""
 
 import json
+import re
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -16,25 +18,41 @@ from tests.test_metrics import a_completion, an_iteration, decode, prefill, thre
 def recorded(completions, iterations):
     """A Recorder of a history: of micro-batches 0 and 1 if there is a 1."""
     recorder = Recorder()
-    seen = [it.micro_batch for it in iterations]
-    sizes = dict(chunk=256, max_batch=8, max_len=64, pages=64, page_size=16)
-    recorder.settings = sizes | dict(policy="VLLM", micro_batches=1 + max(seen, default=0))
+    micro_batches = 1 + max((each.micro_batch for each in iterations), default=0)
+    recorder.settings = dict(
+        policy="VLLM",
+        micro_batches=micro_batches,
+        chunk=256,
+        max_batch=8,
+        max_len=64,
+        pages=64,
+        page_size=16,
+    )
     for c in completions:
         request = dict(id=c.request_id, arrival=c.arrival, prompt_len=len(c.prompt), priority=2)
         recorder.records.append({"request": request | {"max_new_tokens": 9}})
-    for it in iterations:
-        chunks = [chunk[:3] for chunk in it.chunks if not chunk[3]]
-        pages = [[who, 0, who] for who, start, _ in chunks if start == 0]
-        decodes = [chunk[0] for chunk in it.chunks if chunk[3]]
-        last = it is iterations[-1]
-        ended = [
-            [c.request_id, "abort"] for c in completions if c.finish_reason == "abort" and last
-        ]
+    for iteration in iterations:
+        chunks = [chunk[:3] for chunk in iteration.chunks if not chunk.is_decode]
+        ended = []
         for c in completions:
-            if c.finish_reason in ("stop", "length") and c.token_times[-1] == it.end:
+            end = c.token_times[-1] if c.token_times else iteration.end
+            if c.finish_reason == "abort":
+                end = iterations[-1].end
+            if c.finish_reason and end == iteration.end:
                 ended.append([c.request_id, c.finish_reason])
-        more = dict(chunks=chunks, decodes=decodes, pages=pages, ended=ended, queue=[], why=None)
-        recorder.records.append(it._asdict() | more)
+        recorder.records.append(
+            iteration._asdict()
+            | dict(
+                chunks=chunks,
+                decodes=[chunk.request_id for chunk in iteration.chunks if chunk.is_decode],
+                pages=[
+                    [request_id, 0, request_id] for request_id, start, _ in chunks if start == 0
+                ],
+                ended=ended,
+                queue=[],
+                why=None,
+            )
+        )
     return recorder
 
 
@@ -54,15 +72,21 @@ def read(file):
     assert len(file.read_text().splitlines()) == 2 + max(1, len(events))  # one a line
     timed = [(e["pid"], e["ts"]) for e in events if e["ph"] != "M"]
     assert timed == sorted(timed)
-    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    names = [e for e in events if e["name"] == "thread_name"]
-    lanes = {(e["pid"], e["tid"]): (processes[e["pid"]], e["args"]["name"]) for e in names}
-    slices = {label: [] for label in lanes.values()}
+    processes = {}
+    lanes = {}
+    slices = {}
     for e in events:
-        if e["ph"] in "Xi":
+        if e["name"] == "process_name":
+            processes[e["pid"]] = e["args"]["name"]
+        elif e["name"] == "thread_name":
+            lane = processes[e["pid"]], e["args"]["name"]
+            lanes[e["pid"], e["tid"]] = lane
+            slices[lane] = []
+        elif e["ph"] in "Xi":
             e["lane"] = lanes[e["pid"], e["tid"]]
         if e["ph"] == "X":
-            assert e["dur"] >= 0 and type(e["ts"]) is type(e["dur"]) is int  # whole microseconds
+            assert e["dur"] >= 0
+            assert type(e["ts"]) is type(e["dur"]) is int  # whole microseconds
             slices[e["lane"]].append((e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6))
     return events, slices
 
@@ -155,19 +179,20 @@ def test_the_engines_lane_shows_every_iteration_with_its_curves(two_runs):
     names = "prefill decode prefill decode hybrid hybrid decode prefill decode".split()
     expected = [(name, i.start, i.end) for name, i in zip(names, iterations, strict=True)]
     assert slices["vllm: engine", "iterations"] == expected
-    last = {}
-    for it in iterations:
-        curves = {
-            "tokens": {"prefill": it.prefill_tokens, "decode": it.decode_tokens},
-            "free pages": {"pages": it.free_pages},
-            "requests": {"running": it.running, "waiting": it.waiting},
+    counters = [e for e in events if e["ph"] == "C" and e["pid"] == events[0]["pid"]]
+    shown = {}
+    for iteration in iterations:
+        for e in counters:
+            if e["ts"] == 1e6 * iteration.start:
+                assert shown.get(e["name"]) != e["args"]  # it is there for a change
+                shown[e["name"]] = e["args"]
+        assert shown["tokens"] == {
+            "prefill": iteration.prefill_tokens,
+            "decode": iteration.decode_tokens,
         }
-        now = [e for e in events if e["ph"] == "C" and e["ts"] == 1e6 * it.start]
-        now = [e for e in now if e["pid"] == events[0]["pid"]]
-        assert all(last.get(e["name"]) != e["args"] for e in now)  # it is there for a change
-        last |= {e["name"]: e["args"] for e in now}
-        assert last == last | curves
-        assert not it.budget or last["token budget"] == {"tokens": it.budget}
+        assert shown["free pages"] == {"pages": iteration.free_pages}
+        assert shown["requests"] == {"running": iteration.running, "waiting": iteration.waiting}
+        assert not iteration.budget or shown["token budget"] == {"tokens": iteration.budget}
 
 
 def test_each_run_is_a_process_and_each_micro_batch_a_lane(two_runs):
@@ -226,33 +251,33 @@ def test_a_trace_holds_all_that_happened_in_a_run(name, browser, tmp_path):
     def us(seconds):
         return round(1e6 * round(seconds, 6))
 
-    kinds = ("stall", "gap", "decodes", "prefill", "preempted", "finished")
-    found = {kind: [] for kind in kinds}
+    events_of = defaultdict(list)  # by kind
     for e in events:
-        kind = e["name"].split(",")[0].split(" ")[0]
-        if "lane" in e and e["lane"][0] == "run: requests" and kind in found:
-            found[kind].append((e["tid"] - 1, e["ts"], e["name"], *e.get("args", {}).values()))
-    expected = {kind: [] for kind in found}
+        kind = re.split("[ ,]", e["name"])[0]
+        if "lane" in e and e["lane"][0] == "run: requests":
+            events_of[kind].append((e["tid"] - 1, e["ts"], e["name"], *e.get("args", {}).values()))
+    expected = defaultdict(list)
     stalls = find_stalls(run.completions, run.iterations)
     for s in stalls:
         kind = "stall" if s.seconds > SLO_S else "gap"
-        cause = f"{kind}, caused by {s.caused_by}"
-        expected[kind].append((s.request_id, us(s.start), cause, s.prefill_tokens))
+        name = f"{kind}, caused by {s.caused_by}"
+        expected[kind].append((s.request_id, us(s.start), name, s.prefill_tokens))
+    decodes = set()
     for it in run.iterations:
-        expected["preempted"] += [(who, us(it.start), "preempted") for who in it.preempted]
-        chunks = [(who, n) for who, _, n, is_decode in it.chunks if not is_decode]
-        of = [(who, us(it.start), f"prefill chunk of {n}") for who, n in chunks]
-        expected["prefill"] += of
+        start = us(it.start)
+        expected["preempted"] += [(i, start, "preempted") for i in it.preempted]
+        for i, _, length, is_decode in it.chunks:
+            if is_decode:
+                decodes.add((i, it.end))
+            else:
+                expected["prefill"].append((i, start, f"prefill chunk of {length}"))
     for c in run.completions:
-        end = us(c.token_times[-1])
-        expected["finished"].append((c.request_id, end, "finished", c.finish_reason))
-    ended = {(s.request_id, s.end) for s in stalls}
-    decodes = [(chunk[0], it.end) for it in run.iterations for chunk in it.chunks if chunk[3]]
-    assert sum(row[-1] for row in found.pop("decodes")) == sum(it not in ended for it in decodes)
-    del expected["decodes"]
-    assert {kind: sorted(rows) for kind, rows in found.items()} == {
-        kind: sorted(rows) for kind, rows in expected.items()
-    }
+        row = c.request_id, us(c.token_times[-1]), "finished", c.finish_reason
+        expected["finished"].append(row)
+    for kind, rows in expected.items():
+        assert sorted(events_of[kind]) == sorted(rows)
+    stalled = {(s.request_id, s.end) for s in stalls}
+    assert sum(row[-1] for row in events_of["decodes"]) == len(decodes - stalled)
     assert len(stalls) > 100
 
 
@@ -264,5 +289,4 @@ def test_a_trace_of_500_requests_is_less_than_20_megabytes(browser, tmp_path):
         with tab.expect_download() as download:
             tab.keyboard.press("Enter")
         file = download.value.path()
-        print(file.stat().st_size)
         assert len(read(file)[1]) == 501 and file.stat().st_size < 20e6
