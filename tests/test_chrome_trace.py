@@ -91,11 +91,21 @@ def read(file):
     return events, slices
 
 
+def texts_of(slices):
+    """{lane: "name start-end | ..."} of the slices in it."""
+    return {
+        lane: " | ".join(f"{name} {start:g}-{end:g}" for name, start, end in rows)
+        for lane, rows in slices.items()
+    }
+
+
 def traced(browser, tmp_path, runs):
-    """(events, slices) of the trace of {name: (completions, iterations)}, which a page shows."""
+    """(events, texts of the lanes) of the trace of {name: (completions, iterations)}, which a page
+    shows."""
     recorders = {name: recorded(*run) for name, run in runs.items()}
     with opened_runs(browser, tmp_path, recorders) as tab:
-        return read(save(tab))
+        events, slices = read(save(tab))
+    return events, texts_of(slices)
 
 
 @pytest.fixture
@@ -108,52 +118,65 @@ def two_runs(browser, tmp_path_factory):
     """The trace of three_requests, of which the last is aborted, beside that of a pipeline."""
     completions, iterations = three_requests()
     completions[-1].finish_reason = "abort"  # it never ran
-    batches = [an_iteration(0.5, 1.0, [prefill(7 + i, 3)], micro_batch=i) for i in (0, 1)]
-    ended = [a_completion(7 + i, 3, 0.5 * i, "length", 0.5, [1.0]) for i in (0, 1)]
-    ended.append(a_completion(9, 3, 0.75))  # it waits to the end
-    runs = {"vllm": (completions, iterations), "orca": (ended, batches)}
+    pipeline = [
+        a_completion(7, 3, 0.0, "length", 0.5, [1.0]),
+        a_completion(8, 3, 0.5, "length", 0.5, [1.0]),
+        a_completion(9, 3, 0.75),  # it waits to the end
+    ]
+    batches = [
+        an_iteration(0.5, 1.0, [prefill(7, 3)], micro_batch=0),
+        an_iteration(0.5, 1.0, [prefill(8, 3)], micro_batch=1),
+    ]
+    runs = {"vllm": (completions, iterations), "orca": (pipeline, batches)}
     return traced(browser, tmp_path_factory.mktemp("trace"), runs)
 
 
 def instants(events):
-    """[(lane, name, time)] of what happened at once; all on one lane, not across the picture."""
-    assert {e["s"] for e in events if e["ph"] == "i"} <= {"t"}
-    return [(e["lane"][1], e["name"], e["ts"] / 1e6) for e in events if e["ph"] == "i"]
+    """["request: name time"] of what happened at once; all on one lane, not across the picture."""
+    happened = [e for e in events if e["ph"] == "i"]
+    assert {e["s"] for e in happened} <= {"t"}
+    return [f"{e['lane'][1]}: {e['name']} {e['ts'] / 1e6:g}" for e in happened]
 
 
 def test_the_lane_of_a_request_shows_waiting_chunks_decodes_and_end(two_runs):
-    events, slices = two_runs
-    hybrid = [("stall, caused by 2", 3.5, 4), ("stall, caused by 2", 4, 4.75)]
-    assert slices["vllm: requests", "request 1"] == [  # preempted at 4.75
-        *(("waiting", 1, 1.25), ("prefill chunk of 8", 1.25, 3.25), ("decodes", 3.25, 3.5)),
-        *hybrid,
-        *(("waiting", 4.75, 5), ("prefill chunk of 12", 5, 6), ("decodes", 6, 6.25)),
-    ]
-    assert slices["vllm: requests", "request 0"] == [
-        *(("prefill chunk of 4", 0, 1), ("decodes", 1, 1.25), ("stall, caused by 1", 1.25, 3.5)),
-        *hybrid,
-        ("decodes", 4.75, 5),
-    ]
-    assert slices["vllm: requests", "request 3"] == []  # aborted, it never ran
+    events, lanes = two_runs
+    assert lanes["vllm: requests", "request 0"] == (
+        "prefill chunk of 4 0-1 | decodes 1-1.25 | stall, caused by 1 1.25-3.5 | "
+        "stall, caused by 2 3.5-4 | stall, caused by 2 4-4.75 | decodes 4.75-5"
+    )
+    assert lanes["vllm: requests", "request 1"] == (  # preempted at 4.75
+        "waiting 1-1.25 | prefill chunk of 8 1.25-3.25 | decodes 3.25-3.5 | "
+        "stall, caused by 2 3.5-4 | stall, caused by 2 4-4.75 | "
+        "waiting 4.75-5 | prefill chunk of 12 5-6 | decodes 6-6.25"
+    )
+    assert lanes["vllm: requests", "request 3"] == ""  # aborted, it never ran
     (long,) = [e for e in events if e["name"] == "stall, caused by 1" and e["dur"] == 2.25e6]
     assert long["args"] == {"prefill_tokens": 8}
-    happened = {(lane, what) for lane, what, _ in instants(events)}
-    assert ("request 1", "preempted") in happened
-    assert {(f"request {i}", "aborted") for i in (2, 3)} <= happened
-    ends = [time for lane, what, time in instants(events) if what == "finished"]
-    assert sorted(ends) == [1.0, 1.0, 5.0, 6.25]
+    assert sorted(instants(events)) == [
+        "request 0: finished 5",
+        "request 1: finished 6.25",
+        "request 1: preempted 4.75",
+        "request 2: aborted 6.25",
+        "request 3: aborted 5.5",  # nothing is seen of it after it came
+        "request 7: finished 1",
+        "request 8: finished 1",
+    ]
 
 
 def test_the_first_chunk_shows_the_cached_tokens(browser, tmp_path):
-    first = an_iteration(1.0, 2.0, [prefill(0, 4, 64)])
-    run = [a_completion(0, 70, 0.0)], [first, an_iteration(2.0, 3.0, [prefill(0, 2, 68)])]
-    recorder = recorded(*run)
+    recorder = recorded(
+        [a_completion(0, 70, 0.0)],
+        [
+            an_iteration(1.0, 2.0, [prefill(0, 4, 64)]),
+            an_iteration(2.0, 3.0, [prefill(0, 2, 68)]),
+        ],
+    )
     recorder.records[1]["pages"] = [[0, 0, 3, 4]]
     with opened_runs(browser, tmp_path, {"vllm": recorder}) as tab:
         events, slices = read(save(tab))
-    assert instants(events) == [("request 0", "64 tokens found in the cache", 1.0)]
-    chunks = [("prefill chunk of 4", 1.0, 2.0), ("prefill chunk of 2", 2.0, 3.0)]
-    assert slices["vllm: requests", "request 0"] == [("waiting", 0.0, 1.0), *chunks]
+    assert instants(events) == ["request 0: 64 tokens found in the cache 1"]
+    chunks = "waiting 0-1 | prefill chunk of 4 1-2 | prefill chunk of 2 2-3"
+    assert texts_of(slices)["vllm: requests", "request 0"] == chunks
 
 
 def test_decodes_in_a_row_are_one_slice(trace):
@@ -161,24 +184,25 @@ def test_decodes_in_a_row_are_one_slice(trace):
     iterations = [an_iteration(t, t + 1, batch) for t, batch in enumerate(batches)]
     request = a_completion(0, 4, 0.0, "length", 0.0, [*range(1, 1000), 1001])
     other = a_completion(1, 4, 999.0, "abort", 999.0, [1000])
-    events, slices = trace({"vllm": ([request, other], iterations)})
-    rows = [("decodes", 1, 999), ("stall, caused by 1", 999, 1001)]
-    assert slices["vllm: requests", "request 0"] == [("prefill chunk of 4", 0, 1), *rows]
+    events, lanes = trace({"vllm": ([request, other], iterations)})
+    expected = "prefill chunk of 4 0-1 | decodes 1-999 | stall, caused by 1 999-1001"
+    assert lanes["vllm: requests", "request 0"] == expected
     assert next(e for e in events if e["name"] == "decodes")["args"] == {"tokens": 998}
 
 
 def test_a_request_aborted_while_preempted_ends_at_its_preemption(trace):
     batches = [an_iteration(0, 1, [prefill(0, 4)]), an_iteration(2, 3, [], preempted=(0,))]
     events, _ = trace({"vllm": ([a_completion(0, 4, 0.0, "abort", 0.0, [1.0])], batches)})
-    assert instants(events) == [("request 0", name, 2.0) for name in ("preempted", "aborted")]
+    assert instants(events) == ["request 0: preempted 2", "request 0: aborted 2"]
 
 
 def test_the_engines_lane_shows_every_iteration_with_its_curves(two_runs):
-    events, slices = two_runs
+    events, lanes = two_runs
+    assert lanes["vllm: engine", "iterations"] == (
+        "prefill 0-1 | decode 1-1.25 | prefill 1.25-3.25 | decode 3.25-3.5 | hybrid 3.5-4 | "
+        "hybrid 4-4.75 | decode 4.75-5 | prefill 5-6 | decode 6-6.25"
+    )
     _, iterations = three_requests()
-    names = "prefill decode prefill decode hybrid hybrid decode prefill decode".split()
-    expected = [(name, i.start, i.end) for name, i in zip(names, iterations, strict=True)]
-    assert slices["vllm: engine", "iterations"] == expected
     counters = [e for e in events if e["ph"] == "C" and e["pid"] == events[0]["pid"]]
     shown = {}
     for iteration in iterations:
@@ -196,43 +220,43 @@ def test_the_engines_lane_shows_every_iteration_with_its_curves(two_runs):
 
 
 def test_each_run_is_a_process_and_each_micro_batch_a_lane(two_runs):
-    _, slices = two_runs
-    assert [*slices][:5] == [
+    _, lanes = two_runs
+    assert [*lanes][:5] == [
         ("vllm: engine", "iterations"),
         *(("vllm: requests", f"request {i}") for i in range(4)),
     ]
-    orca = {lane: rows for lane, rows in slices.items() if lane[0].startswith("orca")}
-    chunk = ("prefill chunk of 3", 0.5, 1.0)
-    assert orca == {
-        **{("orca: engine", f"micro-batch {i}"): [("prefill", 0.5, 1.0)] for i in (0, 1)},
-        ("orca: requests", "request 7"): [("waiting", 0, 0.5), chunk],
-        ("orca: requests", "request 8"): [chunk],
-        ("orca: requests", "request 9"): [("waiting", 0.75, 1.0)],
+    assert {lane: text for lane, text in lanes.items() if lane[0].startswith("orca")} == {
+        ("orca: engine", "micro-batch 0"): "prefill 0.5-1",
+        ("orca: engine", "micro-batch 1"): "prefill 0.5-1",
+        ("orca: requests", "request 7"): "waiting 0-0.5 | prefill chunk of 3 0.5-1",
+        ("orca: requests", "request 8"): "prefill chunk of 3 0.5-1",
+        ("orca: requests", "request 9"): "waiting 0.75-1",
     }
 
 
 def test_a_run_without_iterations_is_still_a_trace(browser, tmp_path):
     recorders = {"a": recorded([a_completion(0, 1, 3.0)], []), "b": recorded([], [])}
     with opened_runs(browser, tmp_path, recorders, until="focused") as tab:
-        slices = read(save(tab))[1]
+        _, slices = read(save(tab))
     lanes = ("a: engine", "iterations"), ("a: requests", "request 0"), ("b: engine", "iterations")
     assert slices == {lane: [] for lane in lanes}
 
 
 def test_who_looks_late_sees_no_waiting_from_before_the_last_token(browser, tmp_path):
-    live = [dict(id=i, arrival=0.0, prompt_len=4, pages=[], output=2 - 2 * i) for i in (0, 1)]
-    live[0] |= dict(num_computed=0, times=[1.0, 5.0])  # it was preempted
-    live[1] |= dict(num_computed=0, times=[])
-    both = an_iteration(7.0, 8.0, [prefill(1, 4), prefill(0, 6)])
-    (record,) = recorded([], [both]).records
+    request = dict(arrival=0.0, prompt_len=4, pages=[], num_computed=0)
+    live = [
+        request | dict(id=0, output=2, times=[1.0, 5.0]),  # it was preempted
+        request | dict(id=1, output=0, times=[]),
+    ]
     late = {"live": live, "settings": {"micro_batches": 1}}
+    (record,) = recorded([], [an_iteration(7.0, 8.0, [prefill(1, 4), prefill(0, 6)])]).records
     show = "records => { for (const record of records) focused.run.apply(record); }"
     with opened_runs(browser, tmp_path, {"a": recorded([], [])}, until="focused") as tab:
         tab.evaluate(show, [late, record])
-        slices = read(save(tab))[1]
-    stall = [("stall, caused by 1", 5, 8), ("waiting", 5, 7), ("prefill chunk of 6", 7, 8)]
-    assert slices["a: requests", "request 0"] == stall
-    assert slices["a: requests", "request 1"] == [("waiting", 0, 7), ("prefill chunk of 4", 7, 8)]
+        lanes = texts_of(read(save(tab))[1])
+    stall = "stall, caused by 1 5-8 | waiting 5-7 | prefill chunk of 6 7-8"
+    assert lanes["a: requests", "request 0"] == stall
+    assert lanes["a: requests", "request 1"] == "waiting 0-7 | prefill chunk of 4 7-8"
 
 
 RUNS = LOADS | {"sarathi-serve in a pipeline": dict(pages=80, pp=2)}
