@@ -102,12 +102,9 @@ def test_a_capacity_is_searched_on_a_simulated_machine(tmp_path, capsys):
     ((head, *rows),) = printed_tables(text)
     assert head[0] == "policy" and [row[0] for row in rows] == list(results)
     for name, result in results.items():
-        points = sorted(result["points"], key=lambda point: point["qps"])
-        met = [point["qps"] for point in points if point["met"]]
+        met = [point["qps"] for point in result["points"] if point["met"]]
         assert result["capacity_qps"] == max(met) > 0
-        assert text.count(f"\n{name}: ") == len(points)
-        failed = next(point for point in points if not point["met"])
-        assert points.count(failed) == 2  # it was tried twice: the same rate gives the same run
+        assert text.count(f"\n{name}: ") == len(result["points"])
     assert results["sarathi-serve"]["capacity_qps"] > results["vllm"]["capacity_qps"]
 
 
