@@ -20,7 +20,7 @@ from lab.measure.workload import poisson, sample_lengths
 from lab.simulator import machine
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import A100
-from tests.test_serving import MACHINE
+from tests.helpers import machine_info
 from tests.test_simulate import A100S, printed_tables
 
 YI = f"{A100S} --preset yi-34b --tp 2".split()
@@ -33,7 +33,7 @@ def rows_of(file):
 
 
 def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(real_machine, "measure_machine", lambda *_: MACHINE)
+    monkeypatch.setattr(real_machine, "measure_machine", lambda *_: machine_info())
     load = ["--qps", "1", "--classes", "realtime=0.5", "--policies", "vllm,sarathi-serve"]
     bench.main(["serve", *TINY, "--page-size", "8", *load, "--requests", "2"])
     real = printed_tables(capsys.readouterr().out)
