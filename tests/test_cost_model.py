@@ -93,29 +93,31 @@ def test_a_product_takes_the_longer_of_arithmetic_and_memory_time():
 # the 8 dimensions, twice. Rows and columns of the four are 24 + 16 + 40 + 24. Each chunk has a row
 # of the head and reads its own keys. There are four products and five others; attention starts for
 # each chunk, and for all decodes together.
-LINEAR_BYTES = 2 * (576 + 7 * 104)
-OTHER_BYTES = 2 * 7 * (8 * 8 + 2 * 16 + 2 * 32)
-PARTS = [  # device; in a layer linear, others, attention; the head
-    (MATH, (1e-6 * 8 * 2 * 576, 0, 1e-6 * 8 * 12.5 * 4 * 8), 1e-6 * 2 * 4 * 8 * 100),
+PARTS = [
+    (
+        MATH,
+        {"linear": 8 * 2 * 576e-6, "others": 0, "attention": 8 * 12.5 * 32e-6},
+        2 * 4 * 8 * 100e-6,
+    ),
     (
         MOVE,
-        (1e-6 * LINEAR_BYTES, 1e-6 * OTHER_BYTES, 1e-6 * 16 * (15 + 8 + 20)),
-        1e-6 * 2 * (800 + 3 * 108),
+        {
+            "linear": 2e-6 * (576 + 7 * 104),
+            "others": 2e-6 * 7 * (8 * 8 + 2 * 16 + 2 * 32),
+            "attention": 16e-6 * (15 + 8 + 20),
+        },
+        2e-6 * (800 + 3 * 108),
     ),
-    (START, (4, 5, 2), 1),
+    (START, {"linear": 4, "others": 5, "attention": 2}, 1),
 ]
 
 
 @pytest.mark.parametrize("device, layer, head", PARTS, ids=["math", "move", "start"])
 def test_parts_of_an_iteration(device, layer, head):
     cost = CostModel(SMALL, device)
-    linear, others, attention = layer
-    seconds = cost.layer_seconds(BATCH)
-    assert seconds.linear == pytest.approx(linear)
-    assert seconds.others == pytest.approx(others)
-    assert seconds.attention == pytest.approx(attention)
-    assert seconds.all_reduce == 0
-    assert cost.seconds(BATCH) == pytest.approx(4 * sum(layer) + head)
+    seconds = cost.layer_seconds(BATCH)._asdict()
+    assert seconds == pytest.approx(layer | {"all_reduce": 0})
+    assert cost.seconds(BATCH) == pytest.approx(4 * sum(layer.values()) + head)
 
 
 @pytest.mark.parametrize(
