@@ -1,6 +1,7 @@
 """What is measured is a full pipeline, whatever the policy; and what is explained adds up."""
 
 import json
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -9,16 +10,16 @@ import pytest
 import torch
 
 import bench
-from kv_cache import Pages
 from lab.commands import offline
 from lab.measure import gain, timing
 from lab.measure.gain import COMPARED, explain_gain
 from lab.measure.metrics import steady
 from lab.measure.offline_load import OfflineLoad
-from policies import POLICIES, make_scheduler
-from policies.observers import ChunkRecord, Iteration, chunk_records
-from request import Completion, Request
+from lab.simulator.simulation import simulate
+from policies import POLICIES
+from policies.observers import ChunkRecord, Iteration
 from tests.helpers import tiny_model
+from tests.test_simulation import Law
 
 BATCH = 6
 CHUNK = 128
@@ -32,43 +33,16 @@ def load_of(rounds):
     )
 
 
-def simulate(policy, load, cost=None):
-    """The completions and Iterations of a run in which each takes `cost(chunks)`, the seconds until
-    the launch, until the tokens are there, and until the next; (0, 1, 0) if it is None."""
-    now = 0.0
-    iterations = []
-    requests = []
-    scheduler = make_scheduler(
-        policy,
-        Pages(load.batch, load.seq_len),
-        clock=lambda: now,
-        chunk=CHUNK,
-        max_batch=load.batch,
-        max_len=load.seq_len,
-    )
-    for i, arrival in enumerate(load.arrivals()):
-        prompt = [0] * arrival.prompt_len
-        request = Request(i, prompt, arrival.prompt_len, arrival.output_len)
-        requests.append(request)
-        scheduler.add(request)
-    while batch := scheduler.next_batch():
-        before, during, after = cost(chunk_records(batch)) if cost else (0.0, 1.0, 0.0)
-        launch = now + before
-        end = launch + during
-        iterations.append(Iteration(now, end, chunk_records(batch), launch))
-        now = end + after
-        tokens = [0 if chunk.yields_token else None for chunk in batch]
-        scheduler.advance(batch, tokens, now - after)
-    return [Completion.of(request) for request in requests], iterations
+def run_of(policy, load, law):
+    """The Run of a load under a policy, in which batches take what the law says."""
+    config = replace(load.config(CHUNK), policy=policy)
+    return simulate(law, config, load.arrivals()).run
 
 
 def first_iteration_of(request_id, iterations):
     """The index of the first iteration that computes tokens of a request."""
-    return next(
-        index
-        for index, iteration in enumerate(iterations)
-        if request_id in {chunk.request_id for chunk in iteration.chunks}
-    )
+    ids = [{chunk.request_id for chunk in iteration.chunks} for iteration in iterations]
+    return next(index for index, requests in enumerate(ids) if request_id in requests)
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "dynamic"])
@@ -76,7 +50,8 @@ def test_a_full_pipeline_turns_out_what_it_takes_in(policy):
     """A round computes all of B requests, but for the last token: neither more nor fewer decodes
     beside its prefills; and a longer run, from the middle of it, is no faster."""
     load = load_of(3)
-    _, iterations = simulate(policy, load)
+    a_second_each = Law(seconds=lambda batch: 1.0)
+    iterations = run_of(policy, load, a_second_each).iterations
     in_round, rate, seconds = steady(iterations, BATCH, rounds=1)
     assert seconds == len(in_round)
     prefill = sum(iteration.prefill_tokens for iteration in in_round)
@@ -86,7 +61,7 @@ def test_a_full_pipeline_turns_out_what_it_takes_in(policy):
     assert prefill == pytest.approx(BATCH * load.prompt_len, abs=slack)
     assert decode == pytest.approx(BATCH * (load.output_len - 1), abs=BATCH if slack else 0)
 
-    _, iterations = simulate(policy, load_of(9))
+    iterations = run_of(policy, load_of(9), a_second_each).iterations
     first, end = (first_iteration_of(request_id, iterations) for request_id in (24, 48))
     tokens = sum(i.prefill_tokens + i.decode_tokens for i in iterations[first:end])
     assert rate == pytest.approx(tokens / (end - first), rel=0.01)
@@ -206,19 +181,28 @@ def runner(monkeypatch):
 def run_at_known_costs(policy, load):
     """What run_policies would return for a policy, of the attributes that explain_gain reads."""
 
-    def cost(chunks):
-        logits = sum(chunk.start + chunk.length >= load.prompt_len for chunk in chunks)
-        seconds = products_s(sum(chunk.length for chunk in chunks), logits) + SMALL + SAMPLING
-        return SCHEDULE + FLATTEN, seconds + attention_s(shapes_of(chunks)), BETWEEN
+    def seconds(chunks):
+        logits = sum(start + length >= load.prompt_len for _, start, length in chunks)
+        products = products_s(sum(length for *_, length in chunks), logits)
+        attention = attention_s([(start, length) for _, start, length in chunks])
+        return SCHEDULE + FLATTEN + products + attention + SMALL + SAMPLING
 
-    completions, iterations = simulate(policy, load, cost=cost)
-    whole_run_rate = len(completions) * load.seq_len / iterations[-1].end
+    law = Law(seconds=seconds)
+    law.cpu_s = SCHEDULE + FLATTEN  # until the launch
+    run = run_of(policy, load, law)
+    iterations = [later(each, n * BETWEEN) for n, each in enumerate(run.iterations)]
     return SimpleNamespace(
-        run=SimpleNamespace(completions=completions, iterations=iterations),
-        summary=SimpleNamespace(tokens_per_s=whole_run_rate),
+        run=replace(run, iterations=iterations),
+        summary=SimpleNamespace(tokens_per_s=load.requests * load.seq_len / iterations[-1].end),
         tokens_per_s=steady(iterations, load.batch)[1],
         busy=False,
     )
+
+
+def later(iteration, seconds):
+    """The same iteration so many seconds later."""
+    times = {name: getattr(iteration, name) + seconds for name in ("start", "launch", "end")}
+    return iteration._replace(**times)
 
 
 def ms_per_token(step, policy):
