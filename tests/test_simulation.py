@@ -382,6 +382,17 @@ def test_a_request_is_aborted_while_it_runs_and_while_it_waits():
     assert all(each.pages.num_free == each.pages.total for each in simulation.schedulers)
 
 
+def test_a_request_is_aborted_while_its_decodes_are_repeated():
+    cost = CostModel.named("llama-7b")
+    arrivals = [Arrival(0.0, 4, 6), Arrival(0.0, 4, 20)]
+    recorded, other = (
+        simulate(cost, ALONE, arrivals, replicas=2, record=record, gives_up=lambda _: True).run
+        for record in (True, False)
+    )
+    assert recorded.completions == other.completions
+    assert len(other.completions[1].tokens) > 2
+
+
 def test_a_micro_batch_takes_what_another_preempted_at_once():
     # two requests of 3 + 5 tokens run on one replica, whose 8 tokens of memory are full at 2; the
     # other has been idle since 0 and computes the newer one again, so that it misses no token
