@@ -162,25 +162,26 @@ def test_a_relation_that_need_not_show_says_where_it_would():
 
 
 RATIO = replace(PLOT, spec=".2fx")["a"]  # 1, 2, 4
-SIZES_OF_EFFECTS = [  # (paper, within, the same size); ours is 2
-    (3.0, 2.0, True),  # a ratio of 2 is half the effect of one of 3
-    (3.1, 2.0, False),
-    (1.5, 2.0, True),
-    (1.4, 2.0, False),
-    (0.5, 2.0, False),  # a loss is no gain
-    (1.4, None, True),  # not compared
-    (Bounded(2.5, "at least"), 1.5, True),
-    (Bounded(2.6, "at least"), 1.5, False),
-    (Bounded(1.1, "at least"), 1.5, True),
-    (Bounded(1.7, "below"), 1.5, True),
-    (Bounded(1.6, "below"), 1.5, False),
-    (Bounded(9.0, "below"), 1.5, True),
+SIZES_OF_EFFECTS = [  # (paper, ours, within, the same size)
+    (3.0, 2.0, 2.0, True),  # a ratio of 2 is half the effect of one of 3
+    (3.1, 2.0, 2.0, False),
+    (1.5, 2.0, 2.0, True),
+    (1.4, 2.0, 2.0, False),
+    (0.5, 2.0, 2.0, False),  # a loss is no gain
+    (1.4, 2.0, None, True),  # not compared
+    (Bounded(2.5, "at least"), 2.0, 1.5, True),
+    (Bounded(2.6, "at least"), 2.0, 1.5, False),
+    (Bounded(1.1, "at least"), 2.0, 1.5, True),
+    (Bounded(1.7, "below"), 2.0, 1.5, True),
+    (Bounded(1.6, "below"), 2.0, 1.5, False),
+    (Bounded(9.0, "below"), 2.0, 1.5, True),
 ]
 
 
-@pytest.mark.parametrize("paper, within, same", SIZES_OF_EFFECTS)
-def test_effects_are_of_one_size_within_a_factor(paper, within, same):
-    assert number(paper, RATIO, within=within).is_same_size == same
+@pytest.mark.parametrize("paper, ours, within, same", SIZES_OF_EFFECTS)
+def test_effects_are_of_one_size_within_a_factor(paper, ours, within, same):
+    beside = number(paper, RATIO, within=within)
+    assert beside.here == ours and beside.is_same_size == same
 
 
 def test_numbers_that_are_no_ratio_are_compared_from_zero():
@@ -202,11 +203,14 @@ SAME = number(2.0, A)
 SMALL = number(9.0, A)
 VERDICTS = [  # (checks, numbers, busy, verdict)
     ([less(0, A)], [SAME], False, "as in the paper"),
+    ([less(0, A)], [], False, "as in the paper"),
     ([less(0, A)], [SAME, SMALL], False, "trend only"),
     ([less(0, A), less(1, A)], [SAME], False, "not seen here"),
     ([replace(less(1, A), where=RIDGE)], [SAME], False, "not seen here"),
+    ([less(0, A)], [SAME], True, "too busy to tell"),
     ([less(1, A)], [SAME], True, "too busy to tell"),
     ([less(0, COUNTED)], [], True, "as in the paper"),  # nothing in it was timed
+    ([less(1, COUNTED)], [], True, "not seen here"),
     ([less(0, COUNTED)], [SAME], True, "too busy to tell"),
     ([less(1, COUNTED / A)], [], True, "too busy to tell"),
 ]
