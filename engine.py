@@ -273,10 +273,10 @@ class Engine:
     def _drop_own(self, ids: range) -> None:
         """Drop those of these requests that are left. Others may have come since they ended."""
         requests = self.scheduler.requests
-        own = [request for request in requests.values() if request.id in ids]
-        is_alone = len(own) == len(requests)
-        if own or is_alone:
-            self.drop(own)
+        left = [request for request in requests.values() if request.id in ids]
+        is_alone = len(left) == len(requests)
+        if left or is_alone:
+            self.drop(left)
         if is_alone:
             self._next_id = ids.start
 

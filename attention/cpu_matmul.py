@@ -103,8 +103,8 @@ class Matmul(SDPA):
         if decode_plan is not None:
             first_row = decode_plan.decodes
             out[:first_row] = decode_plan(q[:first_row], keys, values)
-        rest = slice(first_row, None)
-        self.attend(chunks, q[rest], keys, values, out[rest])
+        chunk_rows = slice(first_row, None)
+        self.attend(chunks, q[chunk_rows], keys, values, out[chunk_rows])
         return out
 
     def attend_block(

@@ -19,13 +19,15 @@ config = EngineConfig(policy="sarathi-serve", max_batch=48, max_len=4096, page_s
 lengths = make_lengths("sharegpt4", count=600, max_len=4096, seed=0)
 
 
-def serve(who: str, arrivals: Sequence[Arrival]) -> None:
+def serve(title: str, arrivals: Sequence[Arrival]) -> None:
     """Print how many requests a second are served, and how long they wait for a first token."""
     run = simulate(cost, config, arrivals).run
     waits = sorted(completion.ttft or 0.0 for completion in run.completions)
     rate = len(waits) / run.seconds
     longest = waits[-len(waits) // 100]
-    print(f"{who}: {rate:.1f} a second served, TTFT P50 {median(waits):.2f} s, P99 {longest:.2f} s")
+    print(
+        f"{title}: {rate:.1f} a second served, TTFT P50 {median(waits):.2f} s, P99 {longest:.2f} s"
+    )
 
 
 for clients in (12, 24, 48):

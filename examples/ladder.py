@@ -18,10 +18,9 @@ from lab.commands import serve_options
 from lab.commands.serve import half_of_possible_qps, make_machine, make_workload
 from lab.commands.serve_options import ServeOptions
 from lab.measure import capacity
-from lab.measure.metrics import percentiles, summarize_run
+from lab.measure.metrics import goodput, summarize_run
 from lab.measure.run_loop import Run, no_progress
-from lab.measure.token_budget import MAX_DELAY_S
-from request import Completion, Request
+from request import Request
 from scheduler import Batch, Orca, Sarathi
 
 CHANGE = 0.1  # a number that changes by less is as it was
@@ -79,9 +78,9 @@ HEADS = {
     "goodput": ",.2f",
 }
 NOTE = """
-goodput: requests a second that wait for at most {delay:g} s and have 99 % of their TBTs within
-{slo:.3f} s; cures, costs: the number that this rung improves most, and the one that it worsens
-most, beside the rung above"""
+goodput: requests a second with a TTFT of at most {ttft_slo_s:g} s and 99 % of their TBTs within
+{tbt_slo_s:.3f} s; cures, costs: the number that this rung improves most, and the one that it
+worsens most, beside the rung above"""
 
 
 def config_of(rung: Rung, options: ServeOptions, slo_s: float) -> EngineConfig:
@@ -99,24 +98,18 @@ def config_of(rung: Rung, options: ServeOptions, slo_s: float) -> EngineConfig:
     )
 
 
-def is_served_well(completion: Completion, slo_s: float) -> bool:
-    """Whether a request began in time, and its tokens came within the SLO of TBT."""
-    if completion.scheduling_delay is None or completion.scheduling_delay > MAX_DELAY_S:
-        return False
-    return (percentiles(completion.tbt).p99 or 0.0) <= slo_s
-
-
-def numbers_of(served: Run, slo_s: float) -> dict[str, float]:
+def numbers_of(served: Run, ttft_slo_s: float, tbt_slo_s: float) -> dict[str, float]:
     """What a rung makes of the load, in seconds and per second."""
-    summary = summarize_run(served.completions, served.iterations, served.seconds)
-    good = sum(is_served_well(completion, slo_s) for completion in served.completions)
+    completions = served.completions
+    summary = summarize_run(completions, served.iterations, served.seconds)
+    good = goodput(completions, served.seconds, ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s)
     return {
         "TTFT P50": summary.ttft_s.p50 or 0.0,
         "TTFT P99": summary.ttft_s.p99 or 0.0,
         "TBT P99": summary.tbt_s.p99 or 0.0,
         "longest stall": summary.longest_stall_s or 0.0,
         "tokens/s": summary.tokens_per_s or 0.0,
-        "goodput": good / served.seconds,
+        "goodput": good or 0.0,
     }
 
 
@@ -164,14 +157,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             arrivals = arrivals_at(options.qps)
             served = machine.serve(config, arrivals, progress=no_progress, recorder=None)
             print(f"{name}: {served.seconds:,.1f} s")
-            numbers = numbers_of(served, slo_s)
+            numbers = numbers_of(served, options.ttft_slo, slo_s)
             cures, costs = changes(before, numbers) if before else ("", "")
             cells: list[Cell] = [(head, numbers[head], spec) for head, spec in HEADS.items()]
             rows[name] = [*cells, ("cures", cures, ""), ("costs", costs, "")]
             before = numbers
     finally:
         print(f"\n{format_table('seconds', rows)}")
-        print(NOTE.format(delay=MAX_DELAY_S, slo=slo_s))
+        print(NOTE.format(ttft_slo_s=options.ttft_slo, tbt_slo_s=slo_s))
 
 
 if __name__ == "__main__":

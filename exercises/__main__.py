@@ -79,9 +79,9 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     )
     parser.add_argument("--json", help="print a line of JSON for each", action="store_true")
     args = parser.parse_args(argv)
-    given = [name for name in ("hint", "html", "file", "iteration") if getattr(args, name)]
-    if args.number is None and given:
-        parser.error(f"--{given[0]}: say which exercise, 1 to {len(EXERCISES)}")
+    single_options = [name for name in ("hint", "html", "file", "iteration") if getattr(args, name)]
+    if args.number is None and single_options:
+        parser.error(f"--{single_options[0]}: say which exercise, 1 to {len(EXERCISES)}")
     complaints = [exercise.number for exercise in EXERCISES if exercise.complaint]
     if args.iteration and args.number not in complaints:
         parser.error(f"--iteration: the exercises from {min(complaints)} on ask for it")
@@ -158,15 +158,15 @@ def row_of(exercise: Exercise, problem: Problem | None) -> dict[str, Any]:
     return row
 
 
-def check_apart(exercise: Exercise, own: bool) -> dict[str, Any]:
+def check_apart(exercise: Exercise, hides_references: bool) -> dict[str, Any]:
     """The row of an exercise, from a process of its own: whatever a solution does ends with it."""
     command = [sys.executable, "-m", "exercises", str(exercise.number), "--json"]
-    command += ["--file", str(exercise.file), *(["--own"] if own else [])]
+    command += ["--file", str(exercise.file), *(["--own"] if hides_references else [])]
     try:
-        done = subprocess.run(
+        check = subprocess.run(
             command, cwd=FOLDER.parent, capture_output=True, text=True, timeout=CHECK_LIMIT_S
         )
-        return json.loads(done.stdout.splitlines()[-1])  # after what the solution has printed
+        return json.loads(check.stdout.splitlines()[-1])  # after what the solution has printed
     except subprocess.TimeoutExpired:
         sentence = f"its check has not ended after {CHECK_LIMIT_S:g} s"
     except (IndexError, ValueError):

@@ -17,12 +17,12 @@ from scheduler import Scheduler
 
 
 def check_solution(
-    exercise: Exercise, file: str, own: bool = False
+    exercise: Exercise, file: str, hides_references: bool = False
 ) -> tuple[type[Scheduler] | None, Problem | None]:
     """The class of a solution, if there is one, and its problem, or None if it holds.
 
-    `own`: it may not use the references, see `out_of_reach`."""
-    with out_of_reach(exercise.references if own else ()):
+    `hides_references`: it may not use them, see `out_of_reach`."""
+    with out_of_reach(exercise.references if hides_references else ()):
         policy, problem = load_solution(exercise, file)
         if policy is not None:
             problem = find_problem(policy, exercise.finder, exercise.loads(), exercise.last_check)

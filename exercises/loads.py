@@ -117,9 +117,9 @@ def random_load(random: Random, size: float, prefix_caching: bool = False) -> Lo
     )
     sizes = [n for n in PAGE_SIZES if n * MAX_PAGES >= load.max_len]
     page_size = random.choice(sizes)
-    fewest = -(-load.max_len // page_size)
-    most = max(fewest, MAX_PAGES if random.random() < 0.5 else min(2 * fewest, MAX_PAGES))
-    return replace(load, pages=random.randint(fewest, most), page_size=page_size)
+    smallest = -(-load.max_len // page_size)
+    largest = max(smallest, MAX_PAGES if random.random() < 0.5 else min(2 * smallest, MAX_PAGES))
+    return replace(load, pages=random.randint(smallest, largest), page_size=page_size)
 
 
 def shrink(load: Load, fails: Callable[[Load], bool]) -> Load:
@@ -143,9 +143,9 @@ def shrink(load: Load, fails: Callable[[Load], bool]) -> Load:
 def smaller_loads(load: Load) -> Iterator[Load]:
     """The neighbours of a load that are a little simpler: fewer requests, then shorter ones."""
     for i in range(len(load.requests)):
-        rest = load.requests[:i] + load.requests[i + 1 :]
-        if rest:
-            yield replace(load, requests=rest)
+        remaining = load.requests[:i] + load.requests[i + 1 :]
+        if remaining:
+            yield replace(load, requests=remaining)
     for i, request in enumerate(load.requests):
         for smaller in smaller_requests(request):
             requests = (*load.requests[:i], smaller, *load.requests[i + 1 :])

@@ -311,8 +311,8 @@ class Trial:
                 if breach.request is None:
                     cause = "did you preempt the request that it was for?"
                     return f"The rule that {rule} is broken: {breach.observation}: {cause}"
-                where = f"request {breach.request}: {breach.observation}"
-                return f"The rule that {rule} is broken, {where}.{self._cure(breach.request)}"
+                place = f"request {breach.request}: {breach.observation}"
+                return f"The rule that {rule} is broken, {place}.{self._cure(breach.request)}"
         return None
 
     def _cure(self, request_id: object) -> str:

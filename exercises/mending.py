@@ -71,7 +71,7 @@ class Complaint:
     load: Load
     figure: str  # a field of Figures
     allowed: float
-    words: str  # the users'
+    quote: str  # of a user
 
     def loads(self) -> Iterator[Load]:
         """The load of the complaint, and the others."""
@@ -94,23 +94,23 @@ class Complaint:
         except PolicyError as error:
             if load is not self.load or error.place:
                 raise
-            sentence = f'A user: "{self.words}" The server: "{error}".'
+            sentence = f'A user: "{self.quote}" The server: "{error}".'
             return Problem("complaint", sentence, details=timeline(trial))
         yours = Figures.of(trial)
         reference = Figures.of(serve(self.reference, load, batch_seconds))
         columns = {"yours": yours, "reference": reference}
         if load is self.load and getattr(yours, self.figure) > self.allowed + ROUNDING:
             table = figures_table(columns, {self.figure: self.allowed})
-            sentence = f'A user: "{self.words}"'
+            sentence = f'A user: "{self.quote}"'
             return Problem("complaint", sentence, details=f"{table}\n\n{timeline(trial)}")
         allowed = {name: WORSE * getattr(reference, name) for name in NAMES}
         allowed["longest_gap"] = max(allowed["longest_gap"], self.least_gap(load))
         allowed["computed_again"] += load.max_len
         for name, limit in allowed.items():
             if getattr(yours, name) > limit + ROUNDING:
-                where = "this load" if load is self.load else "another load"
+                place = "this load" if load is self.load else "another load"
                 sentence = (
-                    f"The cure is worse elsewhere: on {where} "
+                    f"The cure is worse elsewhere: on {place} "
                     f'"{NAMES[name]}" is more than {WORSE} times the reference\'s.'
                 )
                 table = figures_table(columns, {name: limit})
@@ -160,8 +160,10 @@ def timeline(trial: Trial) -> str:
             else:
                 signs += "." if has_come and not has_ended else " "
         lines.append(f"  request {request.id:>2}  {signs.rstrip()}")
-    shown = f"the first {len(iterations)} of " if len(trial.iterations) > MAX_COLUMNS else ""
-    head = f"A sign for each of {shown}{amount(len(trial.iterations), 'iteration')}: "
+    columns_shown = (
+        f"the first {len(iterations)} of " if len(trial.iterations) > MAX_COLUMNS else ""
+    )
+    head = f"A sign for each of {columns_shown}{amount(len(trial.iterations), 'iteration')}: "
     return "\n".join([head + "P prefill, d decode, x preempted, . waits", *lines])
 
 
@@ -217,40 +219,40 @@ STARVED_DECODES = Complaint(
     load=STREAM,
     figure="longest_gap",
     allowed=0.15,
-    words="My answer stops in the middle of a word whenever others send prompts.",
+    quote="My answer stops in the middle of a word whenever others send prompts.",
 )
 STARVED_PREFILLS = Complaint(
     reference=SarathiServe,
     load=LONG_ANSWERS,
     figure="longest_ttft",
     allowed=0.5,
-    words="I wait for the first word until somebody else's long answer is complete.",
+    quote="I wait for the first word until somebody else's long answer is complete.",
 )
 NOTHING_LEFT = Complaint(
     reference=SarathiServe,
     load=ASKED_AGAIN,
     figure="longest_ttft",
     allowed=0.1,
-    words="The first time I got an answer. The second time it hangs.",
+    quote="The first time I got an answer. The second time it hangs.",
 )
 FIRST_CHUNK = Complaint(
     reference=VLLMV1,
     load=CROWD,
     figure="computed_again",
     allowed=100,
-    words="With six of us the GPU is busy, and nothing comes out.",
+    quote="With six of us the GPU is busy, and nothing comes out.",
 )
 LONGEST_PAYS = Complaint(
     reference=SarathiServe,
     load=TIGHT,
     figure="longest_gap",
     allowed=0.6,
-    words="My answer was at its last sentence, and then it stopped for a second.",
+    quote="My answer was at its last sentence, and then it stopped for a second.",
 )
 LONG_PROMPT_EATS = Complaint(
     reference=ThresholdUnderContention,
     load=ONE_LONG,
     figure="longest_gap",
     allowed=0.8,
-    words="It answers me at once, but then it stops for seconds.",
+    quote="It answers me at once, but then it stops for seconds.",
 )

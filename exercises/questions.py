@@ -68,8 +68,8 @@ def when_the_prompt_is_done(trial: Trial) -> str:
 def when_three_are_done(trial: Trial) -> str:
     """How long three short prompts take beside three decodes, in exercise 6."""
     first = min(iterations_of(trial, i)[0] for i in (3, 4, 5))
-    done = max(iterations_of(trial, i)[0] + len(prefill_lengths(trial, i)) for i in (3, 4, 5))
-    return f"{done - first} iterations: short prompts share a batch, and the last one is cut."
+    end = max(iterations_of(trial, i)[0] + len(prefill_lengths(trial, i)) for i in (3, 4, 5))
+    return f"{end - first} iterations: short prompts share a batch, and the last one is cut."
 
 
 def who_was_preempted(trial: Trial) -> str:

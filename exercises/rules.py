@@ -124,12 +124,12 @@ def admitted_and_left_out(difference: Difference) -> str | None:
 def prompt_is_cut(difference: Difference) -> str | None:
     """Prompts are computed whole."""
     for chunk in prompt_chunks(difference):
-        missing = difference.states[chunk.request_id].num_tokens - chunk.start - chunk.length
-        if missing > 0:
+        tokens_left = difference.states[chunk.request_id].num_tokens - chunk.start - chunk.length
+        if tokens_left > 0:
             return (
                 "This policy computes prompts whole: you cut that of request "
                 f"{chunk.request_id} after {amount(chunk.length, 'token')},"
-                f" {missing} before its end."
+                f" {tokens_left} before its end."
             )
     return None
 
@@ -212,10 +212,10 @@ def starts_elsewhere(difference: Difference) -> str | None:
 def beyond_the_end(difference: Difference) -> str | None:
     """A chunk ends where the tokens end."""
     for i, chunk in difference.yours.chunks.items():
-        known = difference.states[i].num_tokens
-        if chunk.start + chunk.length > known:
+        num_tokens = difference.states[i].num_tokens
+        if chunk.start + chunk.length > num_tokens:
             text = (
-                f"A chunk ends where the tokens end: request {i} has {known}, and your chunk "
+                f"A chunk ends where the tokens end: request {i} has {num_tokens}, and your chunk "
                 f"reaches to {chunk.start + chunk.length}."
             )
             expected = difference.reference.chunks.get(i)

@@ -51,9 +51,9 @@ def _slo_problem(trial: Trial, moment: Moment) -> Problem | None:
     shape = BatchShape.of(trial.batch)
     if shape.decodes < len(decoding):
         return Problem("decode_waits", "A running decode never waits: the batch lacks one.", moment)
-    alone = BatchShape.of_decodes(decoding)
+    decodes = BatchShape.of_decodes(decoding)
     if chunks and not _meets_the_slo(shape):
-        return _too_slow(moment, shape, alone)
+        return _too_slow(moment, shape, decodes)
     if len(chunks) > 1 or len(moment.prefills) > 1:
         return None  # several prompts share the time: the safe side is allowed
     request = chunks[0].request if chunks else _next_prefill(trial)
@@ -63,7 +63,7 @@ def _slo_problem(trial: Trial, moment: Moment) -> Problem | None:
     length = chunks[0].length if chunks else 0
     left = len(request.tokens) - start - length
     spare = 0
-    while _meets_the_slo(alone.with_chunk(start, length + spare + 1)):
+    while _meets_the_slo(decodes.with_chunk(start, length + spare + 1)):
         spare += 1
     if not left or not spare:
         return None
@@ -90,20 +90,20 @@ def _next_prefill(trial: Trial) -> Request | None:
     return None
 
 
-def _too_slow(moment: Moment, shape: BatchShape, alone: BatchShape) -> Problem:
+def _too_slow(moment: Moment, shape: BatchShape, decodes: BatchShape) -> Problem:
     """The problem of a batch that misses the SLO, and what its prediction may have left out."""
     text = (
         f"The predicted time is at most the SLO: this batch takes {predict(shape) * 1e3:.1f} ms, "
         f"and {TBT_SLO_S * 1e3:g} ms are allowed"
     )
-    if not _meets_the_slo(alone):
+    if not _meets_the_slo(decodes):
         text += ". Its decodes alone take longer: then there is no prefill"
         return Problem("decodes_alone", f"{text}.", moment)
     chunks = [chunk for chunk in moment.yours.chunks.values() if not chunk.is_decode]
     if len(chunks) > 1:
         return Problem("too_large", f"{text}.", moment)
     i, start, length, _ = chunks[0]
-    if _meets_the_slo(alone.with_chunk(start, length - 1)):
+    if _meets_the_slo(decodes.with_chunk(start, length - 1)):
         return Problem("one_too_many", f"{text}. With a token less it would meet it.", moment)
     earlier = _earlier_length(moment, i)
     if earlier is not None and length > earlier:
@@ -113,7 +113,7 @@ def _too_slow(moment: Moment, shape: BatchShape, alone: BatchShape) -> Problem:
     # the shapes of wrong predictions: the longest one below the SLO explains it
     mistakes = {
         "decodes_forgotten": BatchShape().with_chunk(start, length),
-        "start_ignored": alone.with_chunk(0, length),
+        "start_ignored": decodes.with_chunk(0, length),
         "keys_ignored": shape._replace(context_tokens=0, prefill_pairs=0),
     }
     believed = {name: predict(s) for name, s in mistakes.items() if _meets_the_slo(s)}
@@ -145,17 +145,17 @@ def misses_the_slo_elsewhere(policy: type[Scheduler]) -> Problem | None:
     decode = Request(id=3, tokens=[0] * 9, prompt_len=8, max_new_tokens=9, num_computed=8)
     with guarded(CALL_LIMIT_S):
         beside_both = scheduler.token_budget([decode], [early, late])
-        alone = scheduler.token_budget([], [last])
+        lone_budget = scheduler.token_budget([], [last])
     if not _meets_the_slo(BatchShape.of_decodes([decode]).with_chunk(200, beside_both - 1)):
         sentence = (
             "Where several prompts have begun, stay on the safe side: after 10 and 200 tokens of "
             f"theirs, beside one decode, your budget is {beside_both}: too large for the second."
         )
         return Problem("unsafe", sentence)
-    if alone < 1:
+    if lone_budget < 1:
         sentence = (
-            "Where nobody decodes, any budget above 0 will do: yours is "
-            f"{alone} for a prompt of which 4,000 tokens are computed, and it would never end."
+            f"Where nobody decodes, any budget above 0 will do: yours is {lone_budget} "
+            "for a prompt of which 4,000 tokens are computed, and it would never end."
         )
         return Problem("empty", sentence)
     return None

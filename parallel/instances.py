@@ -103,9 +103,9 @@ class PoolsEngine(ReplicasEngine):
         """Send what there is memory for, and let each rank compute its next batch."""
         self.link.forget_all_but(self.sending)
         self.pools.start_transfers()
-        known = {sending.transfer for sending in self.sending.values()}
+        started = {sending.transfer for sending in self.sending.values()}
         for transfer in self.pools.transfers.values():
-            if transfer.target is not None and transfer not in known:
+            if transfer.target is not None and transfer not in started:
                 prefilled = transfer.request.token_times[-1]
                 number = next(self.ranks.numbers)
                 self.sending[number] = Sending(transfer, prefilled, start=self.clock())

@@ -53,27 +53,27 @@ class SumTimer:
 
 
 class Shard(GPT):
-    """The part of a GPT of the geometry `whole` that one of several ranks has.
+    """The part of a GPT of the geometry `whole_config` that one of several ranks has.
 
     Its random weights are those of the whole GPT of this seed. `config` is the local geometry, with
     the whole vocabulary. Raises ValueError as local_config."""
 
     def __init__(
         self,
-        whole: GPTConfig,
+        whole_config: GPTConfig,
         ranks: Ranks,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         seed: int | None = 0,
     ) -> None:
-        local = local_config(whole, ranks.tp, ranks.pp)
+        local = local_config(whole_config, ranks.tp, ranks.pp)
         # embedding and head of a pipeline are on different ranks
-        local = replace(local, tie_embeddings=whole.tie_embeddings and ranks.pp == 1)
+        local = replace(local, tie_embeddings=whole_config.tie_embeddings and ranks.pp == 1)
         # the rows of the vocabulary that a rank has; the last may have fewer
-        self.rows = -(-whole.vocab_size // ranks.tp)
+        self.rows = -(-whole_config.vocab_size // ranks.tp)
         super().__init__(replace(local, vocab_size=self.rows), "meta", dtype, seed=None)
         self.config = local
-        self.whole = whole
+        self.whole_config = whole_config
         self.ranks = ranks
         self.stages = ranks.pp
         self.sum_timer = SumTimer()
@@ -93,7 +93,7 @@ class Shard(GPT):
         local_name = {self.slices_of(name).source: name for name, _ in self.named_parameters()}
         for source, empty in self.whole_model().named_parameters():
             weights = torch.empty(empty.shape, dtype=self.dtype, device=self.device)
-            init_weight(source, weights, self.whole.n_layer, generator)
+            init_weight(source, weights, self.whole_config.n_layer, generator)
             if source not in local_name:
                 continue
             name = local_name[source]
@@ -104,14 +104,14 @@ class Shard(GPT):
 
     def whole_model(self) -> GPT:
         """A GPT of the whole geometry, without memory."""
-        return GPT(self.whole, "meta", self.dtype, seed=None)
+        return GPT(self.whole_config, "meta", self.dtype, seed=None)
 
     def slices_of(self, name: str) -> Slices:
         """The slices of the whole model that the parameter `name` holds."""
         ranks = self.ranks
         shape = self.get_parameter(name).shape
         rank = ranks.stage * ranks.tp + ranks.part  # within its copy
-        return slices_of(self.whole, ranks.tp, ranks.pp, rank, name, shape)
+        return slices_of(self.whole_config, ranks.tp, ranks.pp, rank, name, shape)
 
     def sum_up(self, x: Tensor) -> Tensor:
         """The sum over all ranks of this stage, in place."""
@@ -134,4 +134,4 @@ class Shard(GPT):
             return y
         parts = [torch.empty_like(y) for _ in range(self.ranks.tp)]
         dist.all_gather(parts, y, group=self.ranks.tp_group)
-        return torch.cat(parts, dim=1)[:, : self.whole.vocab_size]
+        return torch.cat(parts, dim=1)[:, : self.whole_config.vocab_size]

@@ -73,7 +73,7 @@ def make_scheduler(policy: str, pages: Pages, **options: Any) -> Scheduler:
     if guard(cls) is cls:
         return cls(pages, **options)
     with guarded():
-        made = guard(cls)(pages, **options)
-        if "journal" not in vars(made):
+        scheduler = guard(cls)(pages, **options)
+        if "journal" not in vars(scheduler):
             raise PolicyError(f"{cls.__name__}.__init__() must call super().__init__()")
-        return made
+        return scheduler

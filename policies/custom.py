@@ -149,8 +149,8 @@ def check_batch(batch: object, place: str | None = None) -> None:
     for chunk in batch:
         is_chunk = isinstance(chunk, Chunk) and isinstance(chunk.request, Request)
         if not is_chunk or type(chunk.start) is not int or type(chunk.length) is not int:
-            shown = one_line(repr(chunk))[:40]
-            problem = f"a batch holds chunks: use batch.add(request), not {shown}"
+            chunk_text = one_line(repr(chunk))[:40]
+            problem = f"a batch holds chunks: use batch.add(request), not {chunk_text}"
             raise PolicyError(problem, place)
 
 
@@ -191,8 +191,8 @@ class Guard(Scheduler):
                     request, start, length = chunk
                     limit = token_limit(request, self.pages.page_size)
                     place = f"{length} tokens of request {request.id} from {start}"
-                    known = f"{request.num_computed} are computed, {limit} can be"
-                    raise PolicyError(f"a batch holds {place}: {known}", file)
+                    limits = f"{request.num_computed} are computed, {limit} can be"
+                    raise PolicyError(f"a batch holds {place}: {limits}", file)
             return batch
 
     def observe(self, batch: Batch, seconds: float) -> None:

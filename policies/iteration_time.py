@@ -197,5 +197,5 @@ class IterationTime:
             for i, (*products, target) in enumerate(equations):
                 if products[i] > FORGOTTEN:
                     terms = [a * b for a, b in zip(products, coefficients, strict=True)]
-                    others = sum(terms) - terms[i]
-                    coefficients[i] = max(0.0, (target - others) / products[i])
+                    other_terms = sum(terms) - terms[i]
+                    coefficients[i] = max(0.0, (target - other_terms) / products[i])

@@ -284,7 +284,8 @@ class TwoPools:
             request = transfer.request
             if self.transfers.get(request.id) is not transfer:
                 return False  # an interrupt came, and all has begun anew
-            source, target = transfer.source, transfer.target
+            source = transfer.source
+            target = transfer.target
             assert target is not None  # it was started
             del self.transfers[request.id]
             if request.finish_reason is not None:

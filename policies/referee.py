@@ -40,10 +40,10 @@ class Violation:
     @property
     def sentence(self) -> str:
         """The violation in one line: the rule, the cause, and then where."""
-        where = f"iteration {self.iteration} of {self.policy}"
+        place = f"iteration {self.iteration} of {self.policy}"
         if self.request:
-            where = f"request {self.request}, {where}"
-        return f"the rule {self.rule!r} is broken: {self.observation} ({where})"
+            place = f"request {self.request}, {place}"
+        return f"the rule {self.rule!r} is broken: {self.observation} ({place})"
 
 
 class BrokenRuleError(PolicyError):
@@ -129,15 +129,15 @@ def chunks_come_next(
         is_next = comes_next(chunk, pages.page_size)
         if not is_running or not is_next or request in has_chunk:
             limit = token_limit(request, pages.page_size)
-            known = f"{request.num_computed} are computed, {limit} can be"
-            observation = f"{length} tokens from {start}: {known}"
+            limits = f"{request.num_computed} are computed, {limit} can be"
+            observation = f"{length} tokens from {start}: {limits}"
             if request in has_chunk:
                 observation += ", and it has another"
             yield Breach(request.id, observation)
         for page in request.pages[start // pages.page_size : pages.needed(end)]:
             is_cached = isinstance(pages, CachedPages) and pages.is_cached(page)
-            others = block_tables[page] - (request in readers)
-            if others or (is_cached and not scheduler.shares_in_batch):
+            other_owners = block_tables[page] - (request in readers)
+            if other_owners or (is_cached and not scheduler.shares_in_batch):
                 yield Breach(request.id, f"page {page} is written, and others read it")
         has_chunk.add(request)
 
@@ -153,8 +153,8 @@ def no_decode_dropped(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
     computed = sum(request in has_chunk for request in decodes)
     for request in decodes:
         if computed and request not in has_chunk:
-            others = "1 other decodes" if computed == 1 else f"{computed} others decode"
-            yield Breach(request.id, f"waits while {others}")
+            decoding = "1 other decodes" if computed == 1 else f"{computed} others decode"
+            yield Breach(request.id, f"waits while {decoding}")
 
 
 def everybody_ends(

@@ -304,10 +304,10 @@ class VTC(SarathiServe):
         self.served: defaultdict[str, float] = defaultdict(float)  # the counter of each user
 
     def add(self, request: Request) -> None:
-        others = {waiting.service.user for waiting in self.waiting}
-        if others and request.service.user not in others:
-            least = min([self.served[user] for user in others])
-            self.served[request.service.user] = max(self.served[request.service.user], least)
+        users = {waiting.service.user for waiting in self.waiting}
+        if users and request.service.user not in users:
+            least_served = min([self.served[user] for user in users])
+            self.served[request.service.user] = max(self.served[request.service.user], least_served)
         self.served[request.service.user] += 0  # known from now on: the first of equals is served
         super().add(request)
 

@@ -320,8 +320,8 @@ class FreeSlots(SGLang):
 
     def __init__(self, *args: Any, min_free_slots: int = 4, **options: Any) -> None:
         super().__init__(*args, **options)
-        least = check_whole("min_free_slots", min_free_slots, minimum=1)
-        self.min_free_slots = min(least, self.max_batch)
+        min_free_slots = check_whole("min_free_slots", min_free_slots, minimum=1)
+        self.min_free_slots = min(min_free_slots, self.max_batch)
         self.delays = False
 
     def schedule(self) -> Batch:

@@ -2,9 +2,11 @@
 
     violation = find_violation("my_policy.py:Eager")
 
-Who serves with a policy from a file tries it so before: beside a model a referee would take time
-in each iteration. Plain Python. Read first: referee.py. `bench.py check` simulates larger loads."""
+The server and the commands that measure try a policy from a file so before they run it: beside a
+model a referee would take time in each iteration. Plain Python. Read first: referee.py. `bench.py
+check` simulates larger loads."""
 
+from collections.abc import Iterable
 from itertools import count, product
 
 from policies import ALL_POLICIES, make_scheduler
@@ -33,7 +35,8 @@ def find_violation(policy: str) -> Violation | None:
         pages = make_pages(longest_that_fit * MAX_LEN // PAGE_SIZE, PAGE_SIZE, prefix_caching)
         sizes = {"chunk": chunk, "max_batch": MAX_BATCH, "max_len": MAX_LEN}
         scheduler = make_scheduler(policy, pages, clock=count().__next__, **sizes)
-        referee = Referee(scheduler, f"{policy}, chunk {chunk}, {memory} memory")
+        sharing = ", prefix caching" if prefix_caching else ""
+        referee = Referee(scheduler, f"{policy}, chunk {chunk}, {memory} memory{sharing}")
         try:
             serve(scheduler)
         except PolicyError as error:
@@ -42,6 +45,18 @@ def find_violation(policy: str) -> Violation | None:
                 raise violation.error from error
             return violation
     return None
+
+
+def broken_rules(policies: Iterable[str]) -> dict[str, Violation]:
+    """{policy: the first rule that it breaks} of those from files that break one. Raises as
+    find_violation."""
+    violations = {policy: find_violation(policy) for policy in dict.fromkeys(policies)}
+    return {policy: violation for policy, violation in violations.items() if violation}
+
+
+def mark_broken(name: str, rule: str | None) -> str:
+    """The name of a run as tables show it, with the rule that its policy broke, if it did."""
+    return f"{name} (breaks {rule!r})" if rule else name
 
 
 def serve(scheduler: Scheduler) -> None:

@@ -40,6 +40,7 @@ TEXTS = {  # and the batches of each, with (tokens, the length where they end)
     "5@8 + 2x1@7": [[(5, 8), (1, 7), (1, 7)]],
     "4/2 + 1@9, 7": [[(2, 2), (1, 9)], [(2, 4), (1, 9)], [(7, 7)]],
     "2 * 4/2, 3x1@6": [[(2, 2)], [(2, 4)], [(2, 2)], [(2, 4)], [(1, 6)] * 3],
+    "4@10/3": [[(3, 9)], [(1, 10)]],
     "2x6/3": [[(3, 3)] * 2, [(3, 6)] * 2],
 }
 WRONG = ["", "a", "0", "4@3", "1@0", "2x", "x2", "4/0", "0x4", "4,", "4+", "-1 * 4", "a=", "4.5"]
@@ -77,15 +78,8 @@ def test_a_text_that_is_no_batch_is_refused(text, capsys):
     assert err.count("\n") == 1 and "must be" in err
 
 
-def test_batches_are_made_by_name_and_are_of_requests_with_a_page_each():
-    assert decodes(2, context=9) == ((1, 9), (1, 9))
-    assert prompts(2, 8) == ((8, 8), (8, 8))
-    assert chunks_of(5, 2) == [((2, 2),), ((2, 4),), ((1, 5),)]
-    assert chunks_of(4, 3, context=10) == [((3, 9),), ((1, 10),)]
-    chunk, decode = spans_of(batch_of((4, 10), (1, 7)))
-    assert (chunk.start, chunk.length, chunk.end, chunk.pages) == (6, 4, 10, [0])
-    assert (decode.start, decode.length, decode.end, decode.pages) == (6, 1, 7, [1])
-    assert not chunk.yields_token and spans_of(batch_of((1, 7)), True)[0].yields_token
+def test_each_request_of_a_batch_has_a_page_of_its_own():
+    assert [chunk.pages for chunk in spans_of(batch_of((4, 10), (1, 7)))] == [[0], [1]]
 
 
 def stopwatch(monkeypatch, ms_of=lambda key: 1.0, spread=0.1, at=lambda key, run: run()):
@@ -125,56 +119,37 @@ def test_parts_of_an_iteration_add_up(monkeypatch):
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_a_batch_is_launched_as_it_is_computed_and_not_waited_for(monkeypatch, head):
-    """On a GPU its row has the times of CPU and GPU. `greedy`, which waits, is not called."""
-    rows = []
+def test_on_a_gpu_the_whole_is_what_one_waits_for_and_the_parts_are_its_own_times(
+    monkeypatch, head
+):
+    """A part that waits for launches could be longer than the whole. A launch is computed as the
+    batch is, and not waited for: `greedy`, which waits, is not called."""
+    device_ms = {"attention": 20.0, "launch": 70.0}
+    logits = []  # how many, of each batch
+    timed = set()
 
     def launch_timings(launches, device):
         with monkeypatch.context() as patch:
             patch.setattr(Runner, "greedy", None)
             results = {key: launch() for key, launch in launches.items()}
-        rows.extend(len(result) for (_, part), result in results.items() if part == "launch")
-        return {name: timing.LaunchTiming(5.0, 3.0) for name in launches}
-
-    monkeypatch.setattr(timing, "launch_timings", launch_timings)
-    times = time_two(head=head)
-    assert rows == ([2, 1] if head else [0, 0])  # logits of each batch
-    assert [(time.launch_ms, time.device_ms) for time in times.values()] == [(5.0, 3.0)] * 2
-    assert times["a"].launch_bound
-
-
-def test_the_parts_of_a_batch_on_a_gpu_are_times_of_the_gpu(monkeypatch):
-    """The whole is what one waits for. A part that waits for launches could be longer than it."""
-    device_ms = {"attention": 20.0, "launch": 70.0}
-    timed_parts = set()
-
-    def launch_timings(launches, device):
+        logits.extend(len(result) for (_, part), result in results.items() if part == "launch")
         return {key: timing.LaunchTiming(500.0, device_ms.get(key[1], 8.0)) for key in launches}
 
     monkeypatch.setattr(timing, "launch_timings", launch_timings)
-    stopwatch(monkeypatch, lambda key: 100.0, at=lambda key, run: timed_parts.add(key[1]))
-    time = time_two()["a"]
-    assert timed_parts == {"total"}
+    stopwatch(monkeypatch, lambda key: 100.0, at=lambda key, run: timed.add(key[1]))
+    time = time_two(head=head)["a"]
+    assert logits == ([2, 1] if head else [0, 0])
+    assert timed == {"total"}
     assert (time.total_ms, time.attention_ms, time.preproj_ms) == (100.0, 20.0, 8.0)
     assert time.products_ms == 5 * 8.0 and time.other_ms == 100 - 40 - 20
-    assert (time.launch_ms, time.device_ms) == (500.0, 70.0)
-
-
-def test_a_batch_is_timed_right_after_its_own_parts(monkeypatch):
-    """Another batch, maybe of seconds, does not slow it down."""
-    order = []
-    stopwatch(monkeypatch, at=lambda key, run: order.append(key))
-    time_two()
-    names = [name for name, _ in order]
-    assert names == sorted(names) and order.index(("b", "total")) == len(order) - 1
-    assert order.index(("a", "total")) == names.index("b") - 1
-    assert {part for _, part in order} == {"total", *PARTS}
+    assert (time.launch_ms, time.device_ms, time.launch_bound) == (500.0, 70.0, True)
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_each_operation_is_timed_on_the_rows_of_the_batch(monkeypatch, head):
-    """The head has the rows of the chunks, if it is timed."""
-    shapes = {}  # of the products in each variant
+def test_each_operation_is_timed_on_the_rows_of_the_batch_right_before_the_whole(monkeypatch, head):
+    """The head has the rows of the chunks, if it is timed. Another batch, maybe of seconds, does
+    not slow a batch down."""
+    shapes = {}  # of the products in each variant, in the order of time
     linear = torch.nn.functional.linear
 
     def note_shapes(key, run):
@@ -190,7 +165,7 @@ def test_each_operation_is_timed_on_the_rows_of_the_batch(monkeypatch, head):
 
     stopwatch(monkeypatch, at=note_shapes)
     model = tiny_model()
-    time_two({"a": batch_of((5, 9), (1, 7), (1, 3))}, head=head)
+    time_two({"a": batch_of((5, 9), (1, 7), (1, 3)), "b": batch_of((1, 3))}, head=head)
     vocabulary = [(3, model.config.vocab_size, model.config.n_embd)] if head else []
     assert shapes["a", "head"] == vocabulary
     layers = [(7, *layer.weight.shape) for layer in timing.linear_layers(model)]
@@ -199,27 +174,30 @@ def test_each_operation_is_timed_on_the_rows_of_the_batch(monkeypatch, head):
     for i, name in enumerate(timing.LINEAR):
         assert shapes["a", name] == layers[i::4]
     assert not shapes["a", "attention"]
+    order = list(shapes)
+    count = len(order) // 2
+    assert order[count - 1] == ("a", "total") and order[-1] == ("b", "total")
+    assert {part for name, part in order[:count] if name == "a"} == {"total", *PARTS}
 
 
 def test_intensity_is_flops_over_all_that_is_moved_once():
     config = GPTConfig("llama", 64, 3, 4, 64, n_kv_head=2, n_inner=96, max_positions=32)
     model = GPT(config, torch.device("cpu"), torch.bfloat16)
     intensity = intensities(model, [batch_of((4, 10), (1, 8)), batch_of((2, 2))])
-    # 5 rows, then 2; 16 bits; columns of q, k and v: 64 + 2 * 32
+    # two batches of 7 rows in all; 16 bits; columns of q, k and v: 64 + 2 * 32
     shapes = {"preproj": (64, 128), "postproj": (64, 64), "ffn_ln1": (64, 192), "ffn_ln2": (96, 64)}
-    all_flops = 0
-    all_bytes = 0
-    for name, (rows_in, rows_out) in shapes.items():
-        flops = sum(2 * rows * rows_in * rows_out for rows in (5, 2))
-        moved = sum(2 * (rows_in * rows_out + rows * (rows_in + rows_out)) for rows in (5, 2))
-        assert intensity[name] == pytest.approx(flops / moved)
-        all_flops += flops
-        all_bytes += moved
-    assert intensity["products"] == pytest.approx(all_flops / all_bytes)
+    flops = {name: 2 * 7 * rows * columns for name, (rows, columns) in shapes.items()}
+    moved = {
+        name: 2 * (2 * rows * columns + 7 * (rows + columns))
+        for name, (rows, columns) in shapes.items()
+    }
+    for name in shapes:
+        assert intensity[name] == pytest.approx(flops[name] / moved[name])
+    assert intensity["products"] == pytest.approx(sum(flops.values()) / sum(moved.values()))
     pairs = 7 + 8 + 9 + 10 + 8 + 1 + 2  # visible keys; four heads of 16, q k and p v
     keys = 10 + 8 + 2  # K and V of two heads; q and out of four
-    moved = 2 * (2 * keys * 32 + 2 * 7 * 64)
-    assert intensity["attention"] == pytest.approx(4 * pairs * 64 / moved)
+    moved_bytes = 2 * (2 * keys * 32 + 2 * 7 * 64)
+    assert intensity["attention"] == pytest.approx(4 * pairs * 64 / moved_bytes)
 
 
 def batch_time(ms, *, spread=0.0, busy=False, **launch):
@@ -245,28 +223,23 @@ def test_batches_that_follow_each_other_are_added_up(monkeypatch):
     sequences = {"16/8": chunks_of(16, 8), "three": [*[decodes(2, 5)] * 3, prompts(1, 8)]}
     chunked, three = time_sequences(tiny_model(), MACHINE, sequences).values()
     assert len(timed) == 3  # one that occurs twice is timed once
-    assert chunked.total_ms == 3 and three.attention_ms == 31
-    assert chunked.tokens == 16 and three.tokens == 14
+    assert (chunked.total_ms, chunked.tokens, chunked.busy) == (3, 16, True)
     assert chunked.tokens_per_ms == pytest.approx(16 / 3)
-    assert chunked.busy and not three.busy
+    assert (three.attention_ms, three.tokens, three.busy) == (31, 14, False)
     assert three.spread == 0.1 and three.launch_ms is None
-    gpu = [batch_time(9.0, launch_ms=6.0, device_ms=8.0)] * 2
-    added = add_up(tiny_model(), chunks_of(16, 8), gpu)
-    assert (added.launch_ms, added.device_ms, added.launch_bound) == (12.0, 16.0, False)
 
 
 def test_the_table_of_a_gpu_tells_launches_from_kernels(capsys):
     """That of a CPU has no such columns: it computes what it launches."""
-    times = {
-        "6x1@8": batch_time(7.0, launch_ms=6.5, device_ms=2.25),
-        "8": batch_time(9.0, launch_ms=6.0, device_ms=8.0),
-    }
     model = tiny_model()
-    rows = {name: add_up(model, named_sequence(name)[1], [time]) for name, time in times.items()}
+    bound = [batch_time(7.0, launch_ms=6.5, device_ms=2.25)] * 2
+    quick = [batch_time(9.0, launch_ms=6.0, device_ms=8.0, busy=True)] * 2
+    rows = {"6x1@8": add_up(model, [decodes(6, 8)] * 2, bound)}
+    rows["16/8"] = add_up(model, chunks_of(16, 8), quick)
     command.print_batches(rows)
     text = capsys.readouterr().out
-    assert "launch | device |" in text and "|   6.50 |   2.25 |" in text
-    assert "bound by launches, not by the device: 6x1@8\n" in text
+    assert "launch | device |" in text and "|  13.00 |   4.50 |" in text
+    assert "bound by launches, not by the device: 6x1@8\n" in text and "| 16/8 (busy) " in text
     command.print_batches({"8": add_up(model, [prompts(1, 8)], [batch_time(9.0)])})
     assert "launch" not in capsys.readouterr().out
 
@@ -284,16 +257,6 @@ def run(tmp_path, capsys):
     return run_command
 
 
-def test_the_command_prints_a_row_for_each_name(run, monkeypatch):
-    def times(runner, machine, batches, *_, **settings):
-        return {batch: batch_time(len(batch), busy=len(batch) > 1) for batch in batches}
-
-    monkeypatch.setattr(batch_times, "time_batches", times)
-    rows, text = run("16/8", "three=3 * 2x1@5, 8")
-    assert rows["16/8"]["total_ms"] == 2 and rows["three"]["attention_ms"] == 3 * 2 + 1
-    assert "| 16/8 " in text and "| three (busy) " in text
-
-
 @pytest.mark.parametrize("layers", [1, 3, None])
 def test_as_many_layers_are_timed_as_are_asked_for(layers, run, monkeypatch):
     runners = []
@@ -305,7 +268,7 @@ def test_as_many_layers_are_timed_as_are_asked_for(layers, run, monkeypatch):
 
     monkeypatch.setattr(batch_times, "time_batches", time_batches)
     words = ["--layers", str(layers)] if layers else []
-    rows, text = run("4@8 + 1@8", "3x1@9", "--repeats", "2", *words)
+    rows, text = run("4@8 + 1@8", "three=3x1@9", "--repeats", "2", *words)
     (runner,) = runners
     assert len(runner.model.blocks) == (layers or GPTConfig.preset("llama-tiny").n_layer)
     assert (runner.cache.pages, runner.cache.max_len) == (3, 9)
@@ -313,6 +276,7 @@ def test_as_many_layers_are_timed_as_are_asked_for(layers, run, monkeypatch):
     row = rows["4@8 + 1@8"]
     assert row["total_ms"] > 0 and all(row[f"{name}_ms"] > 0 for name in timing.LINEAR)
     assert set(row["intensity"]) >= set(timing.LINEAR) and text.count("\n| 4@8 + 1@8 ") == 1
+    assert list(rows) == ["4@8 + 1@8", "three"]
     heads = text.partition("| ms ")[2].partition("\n")[0].split()
     assert {*timing.LINEAR, "attention", "limit", "other", "total"} <= set(heads)
 
@@ -331,5 +295,5 @@ def test_layers_of_a_model_that_is_compiled_are_refused():
 
 
 def test_a_batch_that_is_too_long_is_refused_by_its_length():
-    with pytest.raises(ValueError, match="^batch-length 9999: this model is limited to "):
-        bench.main(["batches", "1@9999", "--preset", "gpt2"])
+    with pytest.raises(ValueError, match="^batch-length 1025: this model is limited to 1024"):
+        bench.main(["batches", "1@1025", "--preset", "gpt2"])

@@ -1,6 +1,7 @@
 """`bench.py batches --slo`: what it prints and writes. No clock is believed."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,24 +15,28 @@ MACHINE = machine_info()
 TINY = ["--preset", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
 
 
-@pytest.mark.parametrize("decodes, max_len", [(3, 64), (1, 16), (40, 16)])
-def test_it_prints_why_and_writes_everything(decodes, max_len, tmp_path, capsys, monkeypatch):
-    missing_share = 0.1
-    time_iterations = token_budget.time_iterations
+@pytest.fixture
+def spread(monkeypatch):
+    """A token takes 1 ms in every batch, and times spread as the last number of the list says."""
+    spreads = [0.0]
 
-    def time_by_law(*args, **settings):
-        rows = time_iterations(*args, **settings)
-        return [row._replace(seconds=1e-3 * row.budget, spread=0.0) for row in rows]
+    def time_by_law(runner, cases):
+        return [
+            token_budget.Profiled(*case, seconds=1e-3 * case[0], spread=spreads[-1])
+            for case in cases
+        ]
 
-    def run(slo):
-        words = ["--decodes", str(decodes), "--max-len", str(max_len), f"--json={tmp_path}/b.json"]
-        bench.main(["batches", "--slo", slo, *TINY, *words])
-        return capsys.readouterr().out, json.loads((tmp_path / "b.json").read_text())
-
-    monkeypatch.setattr(token_budget, "time_iterations", time_by_law)
-    monkeypatch.setattr(timing.Probe, "take", lambda *_: missing_share)
+    monkeypatch.setattr(batches, "time_steadily", time_by_law)
     monkeypatch.setattr(batches, "measure_machine", lambda *_: MACHINE)
-    text, report = run("100")
+    return spreads
+
+
+@pytest.mark.parametrize("decodes, max_len", [(3, 64), (1, 16), (40, 16)])
+def test_it_prints_why_and_writes_everything(decodes, max_len, spread, tmp_path, capsys):
+    words = [f"--decodes={decodes}", f"--max-len={max_len}", f"--json={tmp_path}/b.json"]
+    bench.main(["batches", "--slo=100", *TINY, *words])
+    text = capsys.readouterr().out
+    report = json.loads((tmp_path / "b.json").read_text())
     tile = min(32, max_len)
     largest = max(max_len, (decodes // tile + 1) * tile)  # an SLO that all meet
     assert report["budget"] == largest // tile * tile
@@ -45,28 +50,27 @@ def test_it_prints_why_and_writes_everything(decodes, max_len, tmp_path, capsys,
     assert [[*row[:2], row[-1]] for row in rows] == expected
     assert text.endswith(f"wrote {tmp_path}/b.json\n")
 
+
+def test_no_budget_is_told_of_a_busy_machine_or_where_none_meets_the_slo(spread, capsys):
     with pytest.raises(ValueError, match="tbt_slo=1e-09: no token budget meets it"):
-        run("1e-9")
-    missing_share = 0.3
+        bench.main(["batches", "--slo=1e-9", *TINY])
     capsys.readouterr()
-    text, report = run("100")
-    assert report["budget"] is None
+    spread.append(0.3)
+    bench.main(["batches", "--slo=100", *TINY, "--decodes=3", "--max-len=32"])
+    text = capsys.readouterr().out
     assert f"\nToken budget: {timing.TOO_BUSY}.\n" in text
-    assert text.count(" (busy) ") == len(budgets)
+    assert text.count(" (busy) ") == 2  # of 3 decodes alone, and of 32 tokens
 
 
 @pytest.mark.parametrize("timed", [0, 2])
 def test_an_interrupt_keeps_what_was_timed(timed, tmp_path, capsys, monkeypatch):
     """And a file of an earlier run if nothing was."""
-    calls = []
-
-    def time_steadily(runner, cases):
-        if len(calls) == timed:
-            raise KeyboardInterrupt
-        calls.append(cases)
-        return [token_budget.Profiled(*case, seconds=0.01) for case in cases]
-
-    monkeypatch.setattr(batches, "time_steadily", time_steadily)
+    results = [
+        [token_budget.Profiled(budget, context, 3, seconds=0.01) for context in (16, 64)]
+        for budget in (3, 32)
+    ][:timed]
+    interrupted = Mock(side_effect=[*results, KeyboardInterrupt])
+    monkeypatch.setattr(batches, "time_steadily", interrupted)
     monkeypatch.setattr(batches, "measure_machine", lambda *_: MACHINE)
     file = tmp_path / "b.json"
     file.write_text('{"profile": "of yesterday"}')
@@ -77,7 +81,5 @@ def test_an_interrupt_keeps_what_was_timed(timed, tmp_path, capsys, monkeypatch)
     if not timed:
         assert profile == "of yesterday" and "wrote" not in text
         return
-    assert [(row["budget"], row["context"]) for row in profile] == [
-        (budget, context) for cases in calls for budget, context, _ in cases
-    ]
+    assert profile == [row._asdict() for rows in results for row in rows]
     assert text.count("\n| ") == 1 + timed and text.endswith(f"wrote {file}\n")

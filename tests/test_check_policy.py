@@ -18,13 +18,13 @@ from lab.commands import explore
 from lab.measure import load_run
 from lab.measure.run_loop import Run
 from lab.measure.workload import Arrival, prompts
-from lab.simulator import referee
 from lab.simulator.cost_model import CostModel
-from lab.simulator.referee import Referees, broken_rules, check_policy
+from lab.simulator.referee import Referees, check_policy
 from lab.simulator.simulation import simulate
-from policies import ALL_POLICIES, custom, find_policy
+from policies import ALL_POLICIES, custom, find_policy, make_scheduler, trial
 from policies import referee as rules
 from policies.custom import PolicyError
+from policies.trial import broken_rules, find_violation
 from sampling import SamplingParams
 from tests.helpers import alone, finish, tiny_model, with_slow
 
@@ -157,6 +157,13 @@ def test_a_broken_rule_is_named_with_iteration_and_request(method, message, tmp_
     request = "" if message.endswith("no running request has it") else r"request \S.*, "
     where = rf" \({request}iteration \d+ of a load, (128|16) pages\)$"
     assert re.search(where, str(broken.value))
+
+
+@pytest.mark.parametrize("method, message", BROKEN)
+def test_a_trial_of_small_loads_finds_what_larger_loads_find(method, message, tmp_path):
+    policy = write_policy(tmp_path, method)
+    rule = find_violation(policy).rule
+    assert rule in message or rule == "everybody ends"  # a lost request may be found at once
 
 
 @pytest.mark.parametrize("method, sharing, message", SHARED)
@@ -363,16 +370,16 @@ def test_outside_of_the_main_thread_there_is_no_limit(monkeypatch):
 
 
 def test_only_custom_policies_are_checked_before_they_are_measured(tmp_path, monkeypatch):
-    checked = []
+    tried = []
 
-    def check_spy(policy):
-        checked.append(policy)
-        return check_policy(policy)
+    def make_spy(policy, *args, **options):
+        tried.append(policy)
+        return make_scheduler(policy, *args, **options)
 
-    monkeypatch.setattr(referee, "check_policy", check_spy)
+    monkeypatch.setattr(trial, "make_scheduler", make_spy)
     policy = write_policy(tmp_path, DROPS)
     violations = broken_rules(["vllm", policy, TEMPLATE, policy])
-    assert checked == [policy, TEMPLATE]
+    assert tried.count(policy) == 1 and {*tried} == {policy, TEMPLATE}
     assert {name: violation.rule for name, violation in violations.items()} == {
         policy: "no decode dropped"
     }
@@ -390,7 +397,7 @@ def test_a_policy_that_breaks_a_rule_meets_no_slo(command, tmp_path, capsys):
     argv = f"{command} {SIMULATED} {rate} --policies sarathi-serve,{policy} --json {file}"
     bench.main(argv.split())
     text = capsys.readouterr().out
-    sentence = "the rule 'no decode dropped' is broken: waits while 1 other decodes (request "
+    sentence = "the rule 'no decode dropped' is broken: waits while 2 others decode (request "
     assert text.count(f"\n{sentence}") == 1
     assert f"| {policy} {BREAKS} " in text and "sarathi-serve (breaks" not in text
     report = json.loads(file.read_text())

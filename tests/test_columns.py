@@ -4,7 +4,7 @@ import io
 import os
 from unicodedata import east_asian_width
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cli import columns
@@ -25,6 +25,7 @@ def test_each_text_stands_below_its_title():
     assert cut == [lines[0], "a b", lines[3]]
 
 
+@settings(deadline=None)
 @example(["从前有座山" * 9, "👍" * 9], 30)
 @given(st.lists(st.text(max_size=200), min_size=1, max_size=4), st.integers(1, 200))
 def test_no_text_is_wider_than_the_terminal_or_higher(texts, width):

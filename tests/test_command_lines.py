@@ -190,23 +190,18 @@ def test_no_option_takes_a_text_that_is_empty(command, quick, capsys):
             assert f"error: {option} " in error, (option, value)
 
 
-def run_process(words, folder):
-    """The status, stdout and stderr of a program that runs in a folder and has no input."""
-    done = forked.run(*words, cwd=folder)
-    return done.returncode, done.stdout, done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("file", PROGRAM_FILES)
 def test_a_program_explains_itself_and_knows_its_options(file, tmp_path):
     words = [str(ROOT / file)]
     if file.count("/"):
         words = ["-m", file.removesuffix(".py").removesuffix("/__main__").replace("/", ".")]
-    status, out, error = run_process([*words, "--help"], tmp_path)
-    assert (status, error) == (0, "") and len(out.split()) > 10
-    status, out, error = run_process([*words, "--no-such-option"], tmp_path)
-    assert (status, out) == (2, "") and "Traceback" not in error
-    assert "error: " in error.splitlines()[-1] and len(error.splitlines()) <= 2
+    done = forked.run(*words, "--help", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.split()) > 10
+    done = forked.run(*words, "--no-such-option", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr
+    lines = done.stderr.splitlines()
+    assert "error: " in lines[-1] and len(lines) <= 2
 
 
 def test_all_programs_are_tried():

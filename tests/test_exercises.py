@@ -332,7 +332,7 @@ FIRST_WRONG = {11: 9, 12: 9, 13: 9, 14: 7, 15: 25, 16: 5}  # found by hand in th
 @pytest.mark.parametrize("exercise", MENDS, **WITH_TITLE)
 def test_a_fault_is_a_complaint_with_figures_and_a_timeline(exercise, capsys):
     status, text = call([exercise.number], capsys)
-    assert status == 1 and f'A user: "{exercise.complaint.words}"' in text
+    assert status == 1 and f'A user: "{exercise.complaint.quote}"' in text
     assert "P prefill, d decode, x preempted, . waits" in text
     assert len(re.findall(r"(?m)^  request +\d+  ", text)) == len(exercise.complaint.load.requests)
     assert f"`python -m exercises {exercise.number} --iteration N`" in text

@@ -76,13 +76,9 @@ def test_serve_shows_two_pools_beside_two_replicas(worlds, tmp_path):
 
 def test_with_simulate_this_each_real_server_has_a_simulated_one():
     machine = object.__new__(FittedMachine)
-    vars(machine).update(real=object.__new__(RealMachine), cost=None, drift=0.25)
-    options = SimpleNamespace(
-        command="serve",
-        pools=Pools(1, 1),
-        seed=0,
-        shared_prefix=(0, 1),
-    )
+    real = object.__new__(RealMachine)
+    vars(machine).update(real=real, cost=None, make_prompts=None, drift=0.25)
+    options = SimpleNamespace(command="serve", pools=Pools(1, 1))
     servers = serve.pooled_servers(options, machine, KVLink(LINKS["pcie4"], 1.0))
     real = {"pools 1:1": PoolsEngine, "pools 1:1 chunks": ChunkedPoolsEngine}
     assert [*servers] == [*real, *(f"{name}, simulated" for name in real)]

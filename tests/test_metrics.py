@@ -1,11 +1,9 @@
 """metrics.py: what it says of histories that were worked out by hand, and of random ones."""
 
-import csv
-import io
 import json
 import random
 from collections import Counter, defaultdict
-from dataclasses import asdict, astuple, replace
+from dataclasses import astuple
 from itertools import pairwise
 
 import numpy as np
@@ -82,24 +80,11 @@ def test_percentiles_are_interpolated_linearly_and_none_is_no_value():
     assert percentiles([]) == percentiles([None]) == nothing
 
 
-def test_a_stall_is_a_gap_with_others_prefill_and_names_its_cause():
-    stalls = [
-        (0, 1.25, 3.5, 8, 1, 2.25),  # the whole gap: the prefill of 1 and the decode after it
-        (0, 3.5, 4.0, 2, 2, 0.5),
-        (0, 4.0, 4.75, 3, 2, 0.75),
-        (1, 3.5, 4.0, 2, 2, 0.5),
-        (1, 4.0, 4.75, 3, 2, 0.75),  # but not 4.75 to 6.0: nobody prefilled but itself
-        (2, 5.0, 6.25, 12, 1, 1.25),  # recomputation of others is prefill of others
-    ]
-    stalls = [Stall(*fields) for fields in stalls]
+def test_an_iteration_belongs_to_the_gap_that_it_began_in():
+    """Even if its end was measured late. The wait for a first token is no gap."""
     completions, iterations = three_requests()
-    assert find_stalls(completions, iterations) == stalls
-    assert [s.seconds for s in find_stalls(completions, iterations)][:3] == [2.25, 0.5, 0.75]
-    # an iteration belongs to the gap that it began in, even if its end was measured late
     late = [i._replace(start=i.start + 1e-4, end=i.end + 1e-4) for i in iterations]
-    assert find_stalls(completions, late) == stalls
-    assert find_stalls(completions, []) == find_stalls([], iterations) == []
-    # the wait for the first token is none
+    assert find_stalls(completions, late) == find_stalls(completions, iterations)
     iterations = [an_iteration(0.0, 1.0, [prefill(1, 9)]), an_iteration(1.0, 2.0, [prefill(0, 3)])]
     assert find_stalls([a_completion(0, 3, 0.0, "length", 1.0, [2.0])], iterations) == []
 
@@ -139,11 +124,10 @@ def stalls_by_definition(completions, iterations):
     for c in completions:
         for start, end in pairwise(c.token_times):
             tokens = Counter()
-            for iteration in iterations:
-                for request_id, _, length, is_decode in iteration.chunks:
-                    inside = start < iteration.end <= end
-                    if inside and not is_decode and request_id != c.request_id:
-                        tokens[request_id] += length
+            inside = [i for i in iterations if start < i.end <= end]
+            for request_id, _, length, is_decode in (chunk for i in inside for chunk in i.chunks):
+                if not is_decode and request_id != c.request_id:
+                    tokens[request_id] += length
             if tokens:
                 cause = tokens.most_common(1)[0][0]
                 stall = Stall(c.request_id, start, end, tokens.total(), cause, end - start)
@@ -180,16 +164,14 @@ def test_the_summary_of_a_run_equals_a_calculation_by_hand():
     assert marks(summary.ttft_s) == (2.25, 2.65, 2.74, 2.75)
     assert marks(summary.scheduling_delay_s) == (0.25, 1.25, 1.475, 1.5)
     assert marks(summary.latency_s) == (5.125, 5.225, 5.2475, 5.25)
-    stalls = summary.stalls
-    assert stalls.longest == Stall(
-        request_id=0, start=1.25, end=3.5, prefill_tokens=8, caused_by=1, seconds=2.25
-    )
+    stalls = summary.stalls  # of 0 three, of 1 two, of 2 one: that of 1 from 4.75 on is its own
+    assert stalls.longest == Stall(0, 1.25, 3.5, 8, 1, 2.25)
     assert (stalls.count, stalls.over_slo) == (6, None)
     assert marks(stalls.length_s) == (0.75, 1.75, 2.2, 2.25)
-    summary_fields = dict(p50_tbt_s=0.5, p99_tbt_s=2.14, p50_ttft_s=2.25, p99_ttft_s=2.74)
-    summary_fields |= dict(longest_stall_s=2.25, p50_delay_s=0.25)
     report = plain(summary)
-    assert {key: report[key] for key in summary_fields} == pytest.approx(summary_fields)
+    properties = dict(p50_tbt_s=0.5, p99_tbt_s=2.14, p50_ttft_s=2.25, p99_ttft_s=2.74)
+    properties |= dict(longest_stall_s=2.25, p50_delay_s=0.25)
+    assert {key: report[key] for key in properties} == pytest.approx(properties)
     over = [summary_of(tbt_slo_s=slo).stalls.over_slo for slo in (1.0, 1.25)]
     assert over == [2, 1]  # 1.25 meets 1.25
 
@@ -205,18 +187,17 @@ def test_a_run_of_nothing_has_counts_but_no_measurements():
 
 def test_metrics_of_iterations_are_unknown_without_iterations():
     completions, iterations = three_requests()
-    with_iterations = summarize_run(completions, iterations, 8.0, tbt_slo_s=1.0)
+    known = summarize_run(completions, iterations, 8.0, tbt_slo_s=1.0)
     summary = summarize_run(completions, [], 8.0, tbt_slo_s=1.0)
-    for key in ("preemptions", "recomputed_tokens", "cached_tokens", "cached"):
-        assert getattr(summary, key) is None is not getattr(with_iterations, key)
-    for key in ("count", "over_slo", "longest"):
-        assert getattr(summary.stalls, key) is None is not getattr(with_iterations.stalls, key)
-    assert summary.longest_stall_s is None
+    names = ("preemptions", "recomputed_tokens", "cached_tokens", "cached", "longest_stall_s")
+    assert {getattr(summary, name) for name in names} == {None}
+    stalls = summary.stalls
+    assert stalls.count is stalls.over_slo is stalls.longest is None
+    assert (summary.ttft_s, summary.tbt_s) == (known.ttft_s, known.tbt_s)
     quiet = summarize_run(completions, iterations[:1], 8.0)
     assert quiet.longest_stall_s == quiet.stalls.count == 0
-    assert (summary.ttft_s, summary.tbt_s) == (with_iterations.ttft_s, with_iterations.tbt_s)
+    none = "stalls longest_stall_s caused_by preemptions recomputed_tokens cached_tokens"
     for row in request_rows(completions, []):
-        none = "stalls longest_stall_s caused_by preemptions recomputed_tokens cached_tokens"
         assert {row[key] for key in none.split()} == {None}
 
 
@@ -248,22 +229,13 @@ def test_each_request_has_a_row_with_its_own_numbers():
     blamed = [(row["request_id"], row["stalls"], row["caused_by"]) for row in rows]
     assert blamed == [(0, 3, 1), (1, 2, 2), (2, 1, 1), (3, 0, None)]
     assert rows[2]["latency_s"] is None  # aborted: its last token was not its end
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0])
-    writer.writeheader()
-    writer.writerows(rows)
-    last = "3,normal,5.5,6,0,,,,,,,,0,,,0,0,0"  # empty: what it never had
-    assert text.getvalue().splitlines()[-1] == last
+    assert list(rows[3].values()) == [
+        *(3, "normal", 5.5, 6, 0, None),
+        *[None] * 6,  # what it never had
+        *(0, None, None, 0, 0, 0),
+    ]
     queue = summarize_queue(one_server([1.0] * 40, [1.1] * 40))
-    summary = summarize_run(completions, iterations, 8.0)
-    text = json.dumps([summary, rows, queue], allow_nan=False, default=plain)
-    assert json.loads(text) == [{**asdict(summary), **numbers_of(summary)}, rows, asdict(queue)]
-
-
-def numbers_of(summary):
-    """Those that JSON and tables have by names of their own."""
-    names = ("p50_ttft_s", "p99_ttft_s", "p50_tbt_s", "p99_tbt_s", "p50_delay_s", "longest_stall_s")
-    return {name: getattr(summary, name) for name in names}
+    json.dumps([summarize_run(completions, iterations, 8.0), queue], allow_nan=False, default=plain)
 
 
 def one_server(gaps, services):
@@ -278,70 +250,64 @@ def one_server(gaps, services):
     return completions
 
 
+STEADY = [1.0] * 40  # gaps between arrivals
+
+
 def test_a_queue_grows_where_more_arrive_than_are_scheduled():
-    steady = [1.0] * 40
-    late_rush = [1.0] * 30 + [0.25] * 10
-    grows = summarize_queue(one_server(steady, [1.1] * 40))
-    assert grows.grew
-    assert (grows.arrived_per_s, grows.scheduled_per_s) == pytest.approx((1.0, 1 / 1.1))
-    delays = grows.second_quarter_s, grows.last_quarter_s
+    completions = one_server(STEADY, [1.1] * 40)
+    queue = summarize_queue(completions)
+    assert queue.grew
+    assert (queue.arrived_per_s, queue.scheduled_per_s) == pytest.approx((1.0, 1 / 1.1))
+    delays = queue.second_quarter_s, queue.last_quarter_s
     assert delays == pytest.approx((14.5 * 0.1, 34.5 * 0.1))  # of requests 10 … 19, 30 … 39
     message = "the queue grew: median delay of 1.45 s in the second quarter and 3.45 s in the last"
-    assert missed(summarize_run(one_server(steady, [1.1] * 40), [], 44.0), 1.0) == message
-    shuffled = one_server(steady, [1.1] * 40)
-    for one, other in zip(shuffled[::2], shuffled[1::2], strict=True):  # not first come first
+    assert missed(summarize_run(completions, [], 44.0), 1.0) == message
+    offered_slowly = summarize_queue(completions, offered_per_s=0.5)
+    assert offered_slowly.arrived_per_s == 0.5 and not offered_slowly.grew
+    for one, other in zip(completions[::2], completions[1::2], strict=True):
         one.scheduled, other.scheduled = other.scheduled, one.scheduled
-    assert summarize_queue(shuffled).grew
-    idle = summarize_queue(one_server(steady, [0.5] * 40))
-    assert not idle.grew and idle.scheduled_per_s is None  # nobody waited
-    rush = summarize_queue(one_server(late_rush, [0.5] * 40))  # the server can do 2 a second
-    assert rush.last_quarter_s > rush.second_quarter_s + 1 and not rush.grew
-    drained = one_server([0.25] * 20 + [2.5] * 20, [1.5] * 40)  # more than can be, but at first
-    assert not summarize_queue(drained).grew
-    together = one_server([0.0] * 40, [1.0] * 40)
-    assert summarize_queue(together).arrived_per_s is None  # all at once: at no rate
-    assert not any(summarize_queue(one_server(steady[:n], [2.0] * n)).grew for n in range(6))
+    assert summarize_queue(completions).grew  # also if not first come, first served
 
 
-def all_at_once(rate, count=80, seconds_of_work=0.25):
-    """Completions of requests that all run at once on a server which can do 4 a second.
-
-    They arrive at `rate`, have 8 output tokens each, and the server does them in turn, token by
-    token, without letting one wait for its first."""
-    arrivals = [i / rate for i in range(count)]
-    times = [[] for _ in arrivals]
-    now = 0.0
-    while not all(len(known) == 8 for known in times):
-        ready = [i for i in range(count) if arrivals[i] <= now and len(times[i]) < 8]
-        if not ready:
-            now = min(time for time, known in zip(arrivals, times, strict=True) if not known)
-            continue
-        i = min(ready, key=lambda i: len(times[i]))
-        now += seconds_of_work / 8
-        times[i].append(now)
-    return [
-        a_completion(i, 0, arrival, "length", arrival, known)
-        for i, (arrival, known) in enumerate(zip(arrivals, times, strict=True))
-    ]
+@pytest.mark.parametrize(
+    "gaps, services",
+    [
+        (STEADY, [0.5] * 40),  # nobody waited
+        ([1.0] * 30 + [0.25] * 10, [0.5] * 40),  # a late rush: the server can do 2 a second
+        ([0.25] * 20 + [2.5] * 20, [1.5] * 40),  # more than can be, but at first
+        *[(STEADY[:n], [2.0] * n) for n in range(6)],
+    ],
+)
+def test_a_queue_that_will_be_empty_again_has_not_grown(gaps, services):
+    assert not summarize_queue(one_server(gaps, services)).grew
 
 
-@pytest.mark.parametrize("rate, served", [(1.0, 1.0), (3.5, 3.5), (8.0, 4.0), (30.0, 4.0)])
-def test_what_is_served_is_counted_while_requests_arrive(rate, served):
-    summary = summarize_run(all_at_once(rate), [], 100.0)
-    assert summary.queue.arrived_per_s == pytest.approx(rate)
-    assert summary.queue.served_per_s == pytest.approx(served, rel=0.15)
-    assert not summary.queue.grew  # nobody waited to be scheduled
-    text = f"{summary.queue.served_per_s:,.3g} of {rate:.3g} requests a second served"
-    assert missed(summary, tbt_slo_s=100.0) == (text if rate > 4 else "")
+def test_a_rate_that_does_not_show_is_none():
+    together = summarize_queue(one_server([0.0] * 40, [1.0] * 40))
+    assert together.arrived_per_s is together.served_per_s is None
+    assert summarize_queue(one_server(STEADY, [0.5] * 40)).scheduled_per_s is None  # none waited
+    assert summarize_queue(half_served(), offered_per_s=30.0).served_per_s is None
+    assert summarize_queue(half_served()[:7]).served_per_s is None
+
+
+def half_served():
+    """Completions of 8 requests, a second apart. Of 8 tokens each, 5 of them output, the first four
+    get all until the last one comes, the fifth gets two of its output, the others get none."""
+    last = 7.0
+    times = [[i + 0.5 + n / 10 for n in range(5)] for i in range(4)]
+    times += [[6.9, last, 8.0, 9.0, 10.0]] + [[8.0, 9.0, 10.0, 11.0, 12.0]] * 3
+    return [a_completion(i, 3, float(i), "length", float(i), times[i]) for i in range(8)]
+
+
+def test_what_is_served_is_counted_while_requests_arrive():
+    summary = summarize_run(half_served(), [], 100.0)
+    assert summary.queue.arrived_per_s == 1.0
+    assert summary.queue.served_per_s == pytest.approx((4 + (3 + 2) / 8) / 7)
+    assert missed(summary, tbt_slo_s=100.0) == "0.661 of 1 requests a second served"
     assert missed(summary, tbt_slo_s=100.0, rate_counts=False) == ""
-
-
-def test_chats_and_few_requests_have_no_rate_that_is_served():
-    assert summarize_queue(all_at_once(30.0), offered_per_s=30.0).served_per_s is None
-    assert summarize_queue(all_at_once(30.0)[:7]).served_per_s is None
-    assert summarize_queue(all_at_once(30.0)[:8]).served_per_s is not None
-    together = [replace(completion, arrival=0.0) for completion in all_at_once(30.0)]
-    assert summarize_queue(together).served_per_s is None
+    steady = summarize_run(one_server(STEADY, [0.5] * 40), [], 100.0)
+    assert steady.queue.served_per_s == pytest.approx(1.0, rel=0.03)
+    assert missed(steady, tbt_slo_s=100.0) == ""
 
 
 @pytest.mark.parametrize("load, share", [(0.8, 0.0), (0.9, 0.0), (1.1, 1.0), (1.25, 1.0)])
@@ -381,8 +347,7 @@ def test_the_slo_is_met_by_p99_tbt_and_median_scheduling_delay(delays, gaps, wha
     assert missed(summary, tbt_slo_s=0.5) == what
 
 
-@pytest.mark.parametrize("reason, scheduled", [(None, None), ("abort", None), (None, 1.0)])
-def test_a_run_that_was_cut_short_does_not_show_that_the_slo_is_met(reason, scheduled):
-    completions = [*finished_run([0.0] * 3, [0.5]), a_completion(3, 1, 0.0, reason, scheduled)]
-    assert not missed(summarize_run(completions[:3], [], 10.0), 0.5)
+@pytest.mark.parametrize("reason", [None, "abort"])
+def test_a_request_that_did_not_finish_does_not_meet_the_slo(reason):
+    completions = [*finished_run([0.0] * 3, [0.5]), a_completion(3, 1, 0.0, reason)]
     assert missed(summarize_run(completions, [], 10.0), 0.5) == "3 of 4 requests finished"

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from itertools import count, pairwise
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -11,15 +10,19 @@ import torch
 
 import bench
 from lab.commands import offline
-from lab.measure import metrics, offline_load, timing, workload
-from lab.measure.decode_maximal import DecodeMaximal, HybridTime, measure_decode_maximal
-from lab.measure.offline_load import OfflineLoad, PolicyRun, policy_runs, run_policies
-from lab.measure.run_loop import LoadRun, Run
+from lab.measure import metrics, offline_load, timing
+from lab.measure.batch_times import BatchTime
+from lab.measure.decode_maximal import compare_decodes
+from lab.measure.load_run import Clock
+from lab.measure.offline_load import OfflineLoad, PolicyRun, policy_runs
+from lab.measure.run_loop import Run
 from policies.observers import ChunkRecord, Iteration
 from request import Completion
-from tests.helpers import machine_info, tiny_model
+from tests.helpers import machine_info
 
-SIZES = {"context": 20, "batch": 3, "chunk": 12}
+TOTAL_MS = {"prompt": 200.0, "prefill-only": 100.0, "decode-only": 30.0, "decode-maximal": 110.0}
+PRODUCTS_MS = {"prompt": 154.0, "prefill-only": 80.0, "decode-only": 20.0, "decode-maximal": 81.0}
+HEAD_MS = 14.0  # of the products of a whole prompt
 
 
 @pytest.fixture(autouse=True)
@@ -34,86 +37,71 @@ def load_of(**changes):
     return OfflineLoad(**defaults | changes)
 
 
-@pytest.mark.parametrize("spread, busy", [(0.1, False), (0.21, True)])
-def test_a_cost_below_the_noise_is_not_a_speedup(spread, busy, monkeypatch):
-    """Only the hybrid batch's total is worth a number here: its products are lost in the noise.
+def table_2(*, total_ms=None, device_ms=None, spread=0.0, busy=False):
+    """Table 2 of batches that take so long: of 3 decodes, and of 10 tokens of a prompt of 20 with 2
+    decodes. A decode costs 10 ms alone and 5 ms riding."""
+    times = {}
+    for name, ms in (TOTAL_MS | (total_ms or {})).items():
+        parts = dict.fromkeys(("preproj_ms", "postproj_ms", "ffn_ln1_ms", "ffn_ln2_ms"), 0.0)
+        times[name] = BatchTime(
+            **parts,
+            total_ms=ms,
+            products_ms=PRODUCTS_MS[name],
+            head_ms=HEAD_MS,
+            attention_ms=0.0,
+            attention_limit_ms=0.0,
+            other_ms=0.0,
+            spread=spread,
+            busy=busy,
+            launch_ms=39.0 if device_ms else None,
+            device_ms=device_ms[name] if device_ms else None,
+        )
+    return compare_decodes(times, context=20, batch=3, chunk=12)
 
-    And the gain that is promised: the products of 10 tokens of whole prompts and 2 / 3 of a
-    decode-only batch, over those of 12 rows that all cost what one of a whole prompt does.
-    """
-    total_ms = {"prompt": 200, "prefill-only": 100, "decode-maximal": 110, "decode-only": 30}
-    products_ms = {"prompt": 140, "prefill-only": 80, "decode-maximal": 81, "decode-only": 20}
-    head_ms = dict.fromkeys(total_ms, 0) | {"prompt": 14}  # no part of what is promised
-    ms_of = {"total": total_ms, "ffn_ln1": products_ms, "head": head_ms}
 
-    def interleaved(variants, *_, **settings):
-        return {
-            (name, part): timing.Timing(ms_of[part][name] if part in ms_of else 0, spread)
-            for name, part in variants
-        }
-
-    monkeypatch.setattr(timing, "interleaved", interleaved)
-    machine = machine_info(flops_per_s=1e12, bytes_per_s=1e10)
-    table = measure_decode_maximal(tiny_model(), machine, **SIZES)
-    promised = (10 * 140 / 20 + 20 * 2 / 3) / (12 * 140 / 20)
+def test_a_decode_costs_what_a_batch_takes_longer_with_it():
+    """The gain that is promised: the products of 10 tokens of whole prompts and 2 / 3 of a
+    decode-only batch, over those of 12 rows that all cost what one of a whole prompt does."""
+    table = table_2()
+    promised = (10 * 140 / 20 + 20 * 2 / 3) / (12 * 140 / 20)  # without the head
     assert table.promised_gain == pytest.approx(promised)
     rows = table.rows.values()
-    assert [(row.prefill_tokens, row.decodes) for row in rows] == [
-        *[(20, 0), (10, 0)],
-        *[(0, 3), (10, 2)],
-    ]
+    assert [row.prefill_tokens for row in rows] == [20, 10, 0, 10]
+    assert [row.decodes for row in rows] == [0, 0, 3, 2]
     assert [row.prefill_token_ms for row in rows] == [10, 10, None, 10]
     assert [row.decode_token_ms for row in rows] == [None, None, 10, 5]
-    assert table.speedup == (pytest.approx(10 / 5) if not busy else None)
-    assert table.products_speedup is None and table.device_speedup is None
-    assert table.busy == busy and {row.busy for row in rows} == {busy}
-    for row in rows:
-        parts_ms = row.products_ms + row.attention_ms + row.other_ms
-        assert parts_ms == pytest.approx(row.total_ms) or row.other_ms == 0
+    assert table.speedup == pytest.approx(10 / 5) and table.device_speedup is None
+    assert not table.busy and table_2(busy=True).busy
 
 
-def test_decodes_that_ride_for_nothing_are_not_launches_that_do(monkeypatch, capsys):
+def test_a_cost_below_the_noise_is_not_a_speedup():
+    assert table_2(spread=0.19).speedup == pytest.approx(10 / 5)  # 10 ms, the noise is 9.5
+    assert table_2(spread=0.21).speedup is None
+    assert table_2(spread=0.1).products_speedup is None  # 1 ms, the noise is 4
+
+
+def printed(table, capsys):
+    """What is printed of a table."""
+    offline.print_decode_maximal(table, SimpleNamespace(chunk=12, batch=3, seq_len=20))
+    return capsys.readouterr().out
+
+
+def test_decodes_that_ride_for_nothing_are_not_launches_that_do(capsys):
     """Every batch takes 40 ms to launch, decodes 5 ms to compute and a chunk 20, both together 24:
     the device's time tells that a decode costs 2 ms riding and 5 / 3 ms alone."""
     device_ms = {"prompt": 35.0, "prefill-only": 20.0, "decode-only": 5.0, "decode-maximal": 24.0}
-
-    def interleaved(variants, *_, **settings):
-        return {key: timing.Timing(40.0, 0.0) for key in variants}
-
-    def launch_timings(launches, device):
-        return {(name, part): timing.LaunchTiming(39.0, device_ms[name]) for name, part in launches}
-
-    monkeypatch.setattr(timing, "interleaved", interleaved)
-    monkeypatch.setattr(timing, "launch_timings", launch_timings)
-    table = measure_decode_maximal(tiny_model(), machine_info(), **SIZES)
+    table = table_2(total_ms=dict.fromkeys(TOTAL_MS, 40.0), device_ms=device_ms)
     assert table.speedup is None  # for nothing, it seems
     assert table.device_speedup == pytest.approx((5 / 3) / (4 / 2))
-    offline.print_decode_maximal(table, SimpleNamespace(chunk=12, batch=3, seq_len=20))
-    text = capsys.readouterr().out
+    text = printed(table, capsys)
     assert "of the time of the device 0.8x" in text and "launch | device |" in text
     assert f"bound by launches, not by the device: {', '.join(device_ms)}\n" in text
 
 
-def hybrid_time(decodes=7, **changes):
-    """A HybridTime in which all else is 7, and a decode costs 2 ms."""
-    parts = ("attention", "preproj", "postproj", "ffn_ln1", "ffn_ln2", "head", "products")
-    row = {f"{part}_ms": 7.0 for part in (*parts, "attention_limit", "other")}
-    row |= {"spread": 0.0, "busy": False, "prefill_tokens": 7, "decodes": decodes}
-    return HybridTime(**row | {"total_ms": 7.0 + 2 * decodes, "prefill_ms": 7.0} | changes)
-
-
-def table_2(**changes):
-    """A DecodeMaximal in which a decode costs 8 ms alone and 2 ms riding."""
-    rows = {"prompt": hybrid_time(0), "prefill_only": hybrid_time(0)}
-    rows["decode_only"] = hybrid_time(7, total_ms=63.0)
-    return DecodeMaximal(**rows | {"decode_maximal": hybrid_time(6)} | changes)
-
-
 def test_no_negative_cost_is_printed(capsys):
-    table = table_2(decode_maximal=hybrid_time(6, total_ms=1.0))
-    offline.print_decode_maximal(table, SimpleNamespace(chunk=12, batch=3, seq_len=20))
-    *_, row = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert [cell.strip() for cell in row.split("|")][1:3] == ["decode-maximal", "7 + 6"]
+    text = printed(table_2(total_ms={"decode-maximal": 90.0}), capsys)
+    *_, row = [line for line in text.splitlines() if line.startswith("| ")]
+    assert [cell.strip() for cell in row.split("|")][1:3] == ["decode-maximal", "10 + 2"]
     assert row.split("|")[-2].strip() == "-"
 
 
@@ -126,10 +114,10 @@ def test_no_negative_cost_is_printed(capsys):
     ],
 )
 def test_a_slow_machine_serves_fewer_requests_but_a_full_round(token_ms, requests):
-    hybrid = hybrid_time(3, total_ms=10 * token_ms)
+    table = table_2(total_ms={"decode-maximal": 12 * token_ms})
     options = options_of("--pd-ratio", "1e9")  # 1,000 tokens, the one of the output is not computed
     assert (options.requests, len(options.policies)) == (19, 5)
-    assert offline.affordable_requests(table_2(decode_maximal=hybrid), options) == requests
+    assert offline.affordable_requests(table, options) == requests
 
 
 def options_of(*argv):
@@ -212,8 +200,7 @@ def test_rows_of_the_policies_summarize_their_runs():
     runs = {"vllm": run_of(STALLING + FULL, 2.0), "request-level": run_of(STALLING, 4.0)}
     rows = policy_runs(["vllm", "sarathi", "request-level"], runs, batch=3)
     assert list(rows) == ["request-level", "vllm"]
-    base = rows["request-level"]
-    report = offline.row_json(base)
+    base = offline.row_json(rows["request-level"])
     expected = {
         "iterations": 3,
         "tokens_per_iteration": 6,
@@ -223,13 +210,17 @@ def test_rows_of_the_policies_summarize_their_runs():
         "whole_run_tokens_per_s": (6 + 1 + 6 + 3) / 4,
         "whole_run_gain": 1,
     }
-    assert {key: report[key] for key in expected} == pytest.approx(expected)
-    assert base.tokens_per_s is base.gain is report["tokens_per_s"] is None and not base.busy
+    assert {key: base[key] for key in expected} == pytest.approx(expected)
+    assert base["tokens_per_s"] is base["gain"] is None
     assert rows["vllm"].tokens_per_s == pytest.approx(16 / 5)
     assert rows["vllm"].whole_run_gain == 2 and rows["vllm"].gain is None  # the base has none
 
-    runs["request-level"] = run_of(STALLING + FULL, 4.0)
-    runs["vllm"] = run_of(STALLING + FAST, 2.0, drift=0.3)
+
+def test_a_gain_is_over_the_full_rounds_of_request_level():
+    runs = {
+        "request-level": run_of(STALLING + FULL, 4.0),
+        "vllm": run_of(STALLING + FAST, 2.0, drift=0.3),
+    }
     rows = policy_runs(["vllm", "request-level"], runs, batch=3)
     assert rows["request-level"].gain == 1 and rows["vllm"].gain == pytest.approx(2)
     assert rows["vllm"].busy and not rows["request-level"].busy
@@ -237,46 +228,46 @@ def test_rows_of_the_policies_summarize_their_runs():
     assert alone.gain is alone.whole_run_gain is None  # request-level was not run
 
 
-def test_the_engine_that_has_used_the_least_time_is_next(monkeypatch):
+class PretendedLoad:
+    """A load of so many steps, each of which takes so long on a clock of its own and on all."""
+
+    def __init__(self, name, steps, step_s, now, order):
+        self.name = name
+        self.steps = steps
+        self.step_s = step_s
+        self.now = now
+        self.order = order
+        self.iterations = []
+
+    def step(self):
+        if not self.steps:
+            return False
+        self.steps -= 1
+        self.order.append(self.name)
+        self.now[0] += self.step_s
+        self.iterations.append(STALLING[0])  # of 12 tokens
+        return True
+
+    def result(self):
+        return f"run of {self.name}"
+
+
+def test_the_engine_that_has_used_the_least_time_is_next():
     """Its clock stands still while it is the turn of others, and its run is there when it is done,
     so that an interrupt of the others does not lose it."""
-    used_s = {}  # of each that is not done
+    now = [0.0]
     order = []
-    looks = count()  # a look at the clock takes 1 s
-
-    class Spy(LoadRun):
-        def __init__(self, *args, **settings):
-            super().__init__(*args, **settings)
-            used_s[self] = 0.0
-
-        def step(self):
-            clock_s = self.server.clock()
-            assert used_s[self] < clock_s <= min(used_s.values()) + 2  # and two looks
-            order.append(self)
-            alive = super().step()
-            if alive:
-                used_s[self] = self.server.clock()
-            else:
-                del used_s[self]
-            return alive
-
-    monkeypatch.setattr(offline_load, "LoadRun", Spy)
-    monkeypatch.setattr(offline_load.time, "perf_counter", lambda: float(next(looks)))
+    loads = {
+        "slow": PretendedLoad("slow", 2, 5.0, now, order),
+        "quick": PretendedLoad("quick", 4, 2.0, now, order),
+    }
+    clocks = {name: Clock(lambda: now[0]) for name in loads}
     tokens = []
-    policies = ["vllm", "request-level", "sarathi"]
-    load = load_of()
-    runs = {}
-    for name, run in run_policies(tiny_model(), policies, load, chunk=12, progress=tokens.append):
-        runs[name] = run
-        assert len(used_s) == 3 - len(runs)  # as soon as it is done
-    turns = [pair for pair in pairwise(order) if pair[0] is not pair[1]]
-    assert len(set(order)) == 3 and len(turns) > 3  # not one after the other
-    assert runs.keys() == {*policies} and sum(tokens) == 3 * load.tokens
-    rows = policy_runs(policies, runs, load.batch)
-    assert all(row.gain > 0 and row.whole_run_gain > 0 for row in rows.values())
-    for each in order:
-        assert len(each.completions) == 7
-        assert all(a.start < a.end < b.start for a, b in pairwise(each.iterations))
+    turns = offline_load.take_turns(loads, clocks, tokens.append)
+    assert next(turns) == ("quick", "run of quick")
+    assert order == ["slow", "quick", "quick", "quick", "slow", "quick"]  # 5 s, 6 s, 10 s, 8 s
+    assert list(turns) == [("slow", "run of slow")]
+    assert tokens == [12] * 6
 
 
 def test_the_load_is_balanced_and_the_same_for_all():
@@ -284,9 +275,7 @@ def test_the_load_is_balanced_and_the_same_for_all():
     arrivals = load.arrivals()
     assert [(a.time, a.prompt_len) for a in arrivals] == [(0.0, 981)] * 9
     assert [a.output_len for a in arrivals] == [3, 6, 9, 12, 15, 19, 19, 19, 19]
-    tokens = workload.prompts(arrivals, 256, load.seed)
-    assert tokens == workload.prompts(load.arrivals(), 256, load.seed)
-    assert [len(prompt) for prompt in tokens] == [981] * 9
+    assert load.tokens == 9 * 981 + (2 + 5 + 8 + 11 + 14) + 4 * 18  # the last is not computed
     alike = replace(load, lockstep=True)
     assert {arrival[:3] for arrival in alike.arrivals()} == {(0.0, 981, 19)}
     for ratio, output in ((1e9, 1), (1e-9, 999)):  # at least a token of each
@@ -302,35 +291,29 @@ def policy_run(longest_stall_s, *, gain=None, busy=False):
     return PolicyRun(run=None, summary=summary, busy=busy, tokens_per_s=None, gain=gain)
 
 
-@pytest.mark.parametrize("busy", ["", "table", "policies"])
-def test_the_conclusion_says_what_was_measured(busy):
-    decode_only = hybrid_time(7, total_ms=63.0, products_ms=7.0, busy=busy == "table")
-    rows = {
-        "vllm": policy_run(1.1149, busy=busy == "policies"),
-        "sarathi": policy_run(0.25, gain=1.0),
-    }
+def conclusion(rows_busy=False, gain=1.0, **settings):
+    """What is concluded of a table and of two policies, in one line."""
+    runs = {"vllm": policy_run(1.1149, busy=rows_busy), "sarathi": policy_run(0.25, gain=gain)}
+    return " ".join(offline.conclude(table_2(**settings), runs, 32, {}).split())
 
-    def conclude(**changes):
-        table = table_2(decode_only=decode_only, prompt=hybrid_time(0, head_ms=0.0), **changes)
-        return " ".join(offline.conclude(table, rows, 32, {}).split())
 
-    text = conclude()
-    promised = f"bare products promise {(7 * 1 + 6 * 7 / 7) / 13:.2f}x request-level's"
-    parts = {
-        "policies": "3. Longest stalls, which chunks are for: vllm 1.11 s, sarathi 0.25 s. ",
-        "table": "Cost of a decode: 8.00 ms in a batch of its own, 2.00 ms riding with a chunk. ",
-        "both": f"Throughput at chunk 32: {promised}, sarathi runs at 1.00x.",
-    }
-    for part, sentence in parts.items():
-        is_sure = part != busy and not (busy and part == "both")
-        subject = sentence.split(":")[0]
-        assert (sentence in text) == is_sure
-        assert (f"{subject}: {timing.TOO_BUSY}." in text) != is_sure
-    if not busy:
-        noise = hybrid_time(6, total_ms=7.0)
-        assert "own, less than the noise riding with a chunk." in conclude(decode_maximal=noise)
-        rows["sarathi"] = policy_run(0.25)
-        assert conclude().endswith(f"{promised}.")
+STALLS = "3. Longest stalls, which chunks are for: vllm 1.11 s, sarathi 0.25 s."
+COST = "Cost of a decode: 10.00 ms in a batch of its own, 5.00 ms riding with a chunk."
+PROMISED = "Throughput at chunk 32: bare products promise 0.99x request-level's"
+
+
+def test_the_conclusion_says_what_was_measured():
+    assert conclusion() == f"{STALLS} {COST} {PROMISED}, sarathi runs at 1.00x."
+    assert conclusion(gain=None).endswith(f"{PROMISED}.")
+    assert "own, less than the noise riding with a chunk." in conclusion(spread=0.3)
+
+
+def test_nothing_is_concluded_from_what_was_measured_on_a_busy_machine():
+    no_stalls = f"3. Longest stalls, which chunks are for: {timing.TOO_BUSY}."
+    no_cost = f"Cost of a decode: {timing.TOO_BUSY}."
+    no_throughput = f"Throughput at chunk 32: {timing.TOO_BUSY}."
+    assert conclusion(rows_busy=True) == f"{no_stalls} {COST} {no_throughput}"
+    assert conclusion(busy=True) == f"{STALLS} {no_cost} {no_throughput}"
 
 
 def test_the_table_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
@@ -356,12 +339,12 @@ def test_the_table_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
     assert plot_file.exists()
 
 
-@pytest.mark.parametrize("flops, ridge", [(3e9, 2.0), (80e9, 0.4)])
-def test_limits_that_would_be_printed_as_0_are_none(flops, ridge):
-    small = machine_info(flops_per_s=flops, bytes_per_s=20e9, ridge_tokens=ridge)
-    assert offline.limits_line(small).startswith("measured limits: none, ")
-    large = machine_info(flops_per_s=80e9, bytes_per_s=20e9, ridge_tokens=8.0)
-    assert "0.08 TFLOP/s" in offline.limits_line(large)
+@pytest.mark.parametrize(
+    "flops, ridge, text", [(3e9, 2.0, "none, "), (80e9, 0.4, "none, "), (80e9, 8.0, "0.08 TFLOP/s")]
+)
+def test_limits_that_would_be_printed_as_0_are_none(flops, ridge, text):
+    info = machine_info(flops_per_s=flops, bytes_per_s=20e9, ridge_tokens=ridge)
+    assert offline.limits_line(info).startswith(f"measured limits: {text}")
 
 
 def test_an_interrupt_before_anything_is_measured_leaves_the_files(monkeypatch, tmp_path):

@@ -133,12 +133,6 @@ def test_an_interrupt_keeps_the_policies_that_are_done(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "serve_pipeline", Mock(side_effect=[done, KeyboardInterrupt]))
     monkeypatch.setattr(pipeline, "simulate", lambda *_: simulated)
     monkeypatch.setattr(pipeline, "summarize", lambda *_: row(30, 6).simulated)
-    monkeypatch.setattr(pipeline, "trace_event", lambda name, track, run: [name, track])
-    drawn = []
-    monkeypatch.setattr(pipeline, "draw_beginnings", lambda rows, *_: drawn.extend(rows))
-    files = [f"--json={tmp_path}/r", f"--chrome-trace={tmp_path}/t", f"--plot={tmp_path}/p.png"]
     with pytest.raises(KeyboardInterrupt):
-        bench.main([*ARGV.split(), "--device=cpu", *files])
-    assert [*json.loads((tmp_path / "r").read_text())["runs"]] == drawn == ["orca-best"]
-    events = json.loads((tmp_path / "t").read_text())["traceEvents"]
-    assert events == [["orca-best", "stage 1"], ["orca-best, simulated", "stage 1"]]
+        bench.main([*ARGV.split(), "--device=cpu", f"--json={tmp_path}/r"])
+    assert [*json.loads((tmp_path / "r").read_text())["runs"]] == ["orca-best"]

@@ -15,13 +15,11 @@ import torch
 
 from config import EngineConfig
 from engine import Engine
-from lab.measure import capacity
+from lab.measure import capacity, token_budget
 from lab.measure import timing as measure
-from lab.measure import token_budget as slo
 from lab.measure.capacity import (
     Base,
     Bounded,
-    Trial,
     Verdict,
     estimated_qps,
     judge,
@@ -31,14 +29,14 @@ from lab.measure.capacity import (
     summarize_search,
 )
 from lab.measure.load_run import Clock, EngineServer, serve
-from lab.measure.run_loop import LoadRun, Run
+from lab.measure.run_loop import LoadRun
 from lab.measure.run_plan import run_plan
-from lab.measure.token_budget import Profiled, hybrid_spans
+from lab.measure.token_budget import Profiled
 from lab.measure.workload import Arrival, chats, prompts
 from model import GPT
 from parallel.stages import ParallelEngine
 from policies import POLICIES
-from request import Completion
+from request import Service
 from sampling import SamplingParams
 from tests.helpers import alone, tiny_model
 
@@ -80,11 +78,11 @@ class Silent(GPT):
         return torch.zeros(len(batch.logit_rows), self.config.vocab_size)
 
 
-def serve_small(policy="vllm", tick=0.01, arrivals=ARRIVALS, model=Silent(), shared=(0, 1), **more):  # noqa: B008
+def serve_small(policy="vllm", tick=0.01, arrivals=ARRIVALS, model=Silent(), **more):  # noqa: B008
     options = {"tbt_slo": 1.0} if policy == "dynamic" else {}
     config = replace(SMALL, policy=policy, policy_options=options, **more)
     time = Time(tick)
-    tokens = prompts(arrivals, 61, 0, shared)
+    tokens = prompts(arrivals, 61, 0)
     return serve(model, config, arrivals, tokens, now=time.now, sleep=time.sleep)
 
 
@@ -96,18 +94,12 @@ def alone_on_the_machine():
 
 
 def test_the_rate_of_chats_is_that_at_which_they_are_offered():
-    """Turns that wait for answers come no quicker than the server is; 4 chats, a second apart."""
+    """Turns wait for answers, so their own arrivals tell nothing. 4 chats, a second apart."""
     first = [Arrival(float(time), 9, 6) for time in range(4)]
     for turns, offered in ((1, None), (3, 11 / 3)):
         server = EngineServer(Engine(Silent(), SMALL), Clock(lambda: 0.0))
-        assert LoadRun(server, chats(first, turns)).result().offered_per_s == offered
-    came = [20.0 * min(i, 5) + 10.0 * max(0, i - 5) for i in range(20)]  # and then no quicker
-    completions = [
-        Completion(i, [1], time, scheduled=time + 12 + i / 10) for i, time in enumerate(came)
-    ]
-    for offered, grew in ((None, False), (0.05, False), (5.0, True)):
-        queue = judge(Run(completions, [], 200.0, None, offered_per_s=offered), 1.0).queue
-        assert queue.arrived_per_s == (offered or 19 / 240) and queue.grew == grew
+        run = LoadRun(server, chats(first, turns)).result()
+        assert run.offered_per_s == judge(run, 1.0).queue.arrived_per_s == offered
 
 
 @pytest.fixture(scope="module")
@@ -118,15 +110,13 @@ def expected():
     ]
 
 
-@pytest.mark.parametrize("page_size", [4, 32])
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_serves_the_same_arrivals_to_their_full_length(name, page_size, expected):
-    run = serve_small(name, model=MODEL, page_size=page_size, pages=64 // page_size)
+def test_every_policy_serves_the_same_arrivals_to_their_full_length(name, expected):
+    run = serve_small(name, model=MODEL)
     assert [c.request_id for c in run.completions] == list(range(6)) and not run.cut_short
     assert [c.prompt for c in run.completions] == TOKENS
     assert [c.tokens for c in run.completions] == expected
     assert [(c.arrival, len(c.prompt), len(c.tokens)) for c in run.completions] == TIMES
-    assert {c.finish_reason for c in run.completions} == {"length"}
     computed = Counter()  # the warm-up is not in the iterations, and ids begin after it
     for iteration in run.iterations:
         for i, _, length, _ in iteration.chunks:
@@ -149,21 +139,12 @@ def test_no_request_runs_before_arrival_or_waits_for_an_idle_engine():
     assert run.iterations[0].start < meanwhile.arrival < meanwhile.scheduled
 
 
-def test_classes_and_targets_come_with_the_arrival(monkeypatch):
-    added = []
-    add = Engine.add_request
-    names = ("priority", "ttft_slo", "tbt_slo", "user")
-
-    def watched(self, *args, **more):
-        if "request_id" in more:  # not of the warm-up
-            added.append(tuple(more.get(name) for name in names))
-        return add(self, *args, **more)
-
-    monkeypatch.setattr(Engine, "add_request", watched)
-    targets = [("low", None, None, "ann"), ("realtime", 0.5, 0.1, "bob")]
-    arrivals = [Arrival(0.0, 8, 4, *rest, user=user) for *rest, user in targets]
-    run = serve_small("priority", arrivals=arrivals)
-    assert added == targets and [c.priority for c in run.completions] == [3, 0]
+def test_classes_and_targets_come_with_the_arrival():
+    engine = Engine(Silent(), replace(SMALL, policy="priority"))
+    server = EngineServer(engine, Clock(lambda: 0.0))
+    server.add(7, Arrival(0.5, 8, 4, "realtime", 0.5, 0.1, user="bob"), [1] * 8)
+    request = engine.scheduler.requests[7]
+    assert (request.arrival, request.service) == (0.5, Service(0, 0.5, 0.1, "bob"))
 
 
 def test_a_run_counts_preemptions_and_the_time_outside_the_forward_pass():
@@ -175,16 +156,6 @@ def test_a_run_counts_preemptions_and_the_time_outside_the_forward_pass():
     run = serve_small("sarathi-serve")
     ticks = 4 * len(run.iterations) + 6
     assert run.own_fraction == pytest.approx(1 - len(run.iterations) / ticks)
-
-
-def test_a_full_queue_refuses_and_the_slo_is_not_met():
-    arrivals = [Arrival(0.0, 8, 4, "low")] * 8
-    run = serve_small(arrivals=arrivals, max_batch=2, max_waiting=3, tick=0.5)
-    assert [c.finish_reason for c in run.completions] == ["length"] * 3 + ["abort"] * 5
-    ended = [(c.request_id, len(c.prompt), c.priority) for c in run.completions]
-    assert ended == [(i, 8, 3) for i in range(8)]
-    judged = judge(run, 1000.0)
-    assert not judged.met and run.refused == judged.aborted == 5
 
 
 @pytest.mark.slow
@@ -225,49 +196,6 @@ def test_an_interrupted_run_is_what_was_seen_of_it(turns):
             assert all(o.token_times == c.token_times[: len(o.tokens)] for o in same)
         num_completed.add(len(run.completions))
     assert num_completed >= set(range(1, 7)) and max(num_completed) == len(load)
-
-
-def test_a_turn_comes_a_second_after_the_answer_and_continues_it():
-    load = chats([Arrival(0.0, 9, 6), Arrival(0.1, 4, 1), Arrival(1.0, 7, 2)], 3)
-    run = serve_small("sarathi-serve", arrivals=load, model=MODEL)
-    own_prompts = prompts(load, 61, 0)
-    assert [c.request_id for c in run.completions] == list(range(3 + 2 + 0 + 1))
-    assert max(c.arrival for c in run.completions[:3]) == 1.0
-    for c, arrival, tokens in zip(run.completions, load, own_prompts, strict=True):
-        assert c.tokens == alone(MODEL, c.prompt, SamplingParams(arrival.output_len))
-        assert len(c.prompt) == arrival.prompt_len and c.arrival <= c.scheduled
-        if arrival.follows is not None:
-            before = run.completions[arrival.follows]
-            assert c.prompt == before.prompt + before.tokens + tokens
-            assert c.arrival == before.token_times[-1] + 1.0
-
-
-def test_a_chat_ends_with_a_turn_that_was_refused():
-    load = chats([Arrival(0.0, 8, 4)] * 3, 2)  # all there at once, with one place in the line
-    run = serve_small(arrivals=load, max_batch=1, max_waiting=1, tick=0.5)
-    ended = [(c.request_id, c.finish_reason) for c in run.completions]
-    assert ended == [(0, "length"), (1, "abort"), (2, "abort"), (3, "length")]
-    summary = judge(run, 1000.0)
-    assert (summary.requests, summary.aborted, run.refused) == (4, 2, 2)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_shared_prefix_is_found_and_so_is_what_was_generated(policy):
-    """In pages of 4 tokens. A prefix of 10 fills two. A turn of 6 + 4 tokens fills two as well, the
-    last token is never computed, and its prompt alone would have filled one."""
-    apart = [Arrival(2.0 * i, 13, 2) for i in range(3)]
-    chat = chats([Arrival(0.0, 12, 8)], 2)
-    for load, shared, cached_tokens in ((apart, (10, 1), [0, 8, 8]), (chat, (0, 1), [0, 8])):
-        options = dict(arrivals=load, shared=shared, model=MODEL)
-        off, on = (serve_small(policy, prefix_caching=on, **options) for on in (False, True))
-        assert [c.cached_tokens for c in on.completions] == cached_tokens
-        assert [c.cached_tokens for c in off.completions] == [0] * len(load)
-        assert [c.tokens for c in on.completions] == [c.tokens for c in off.completions]
-        starts = {}
-        for iteration in on.iterations:
-            for i, start, _, _ in iteration.chunks:
-                starts.setdefault(i, start)
-        assert [starts[i] for i in range(len(load))] == cached_tokens
 
 
 def test_garbage_collection_is_as_it_was_after_a_run_that_failed(monkeypatch):
@@ -338,25 +266,29 @@ def test_what_is_made_of_a_base():
     assert estimated_qps(base, chat) == pytest.approx(rate)
 
 
-@pytest.mark.parametrize("max_len, context", [(512, 256), (9000, 4096), (2048, 1024), (1, 1)])
-def test_the_base_is_a_decode_of_32_at_half_the_longest_context(max_len, context, monkeypatch):
-    def timed(runner, cases, *_):
-        return [Profiled(*case, 0.064) for case in cases]
+@pytest.mark.parametrize(
+    "max_len, context, chunk", [(512, 256, 128), (9000, 4096, 128), (3, 1, 3), (1, 1, 1)]
+)
+def test_the_base_is_a_decode_of_32_at_half_the_longest_context(
+    max_len, context, chunk, monkeypatch
+):
+    cases = []
+
+    def time_iterations(runner, asked, *_):
+        cases.extend(asked)
+        return [Profiled(*case, 0.064) for case in asked]
 
     monkeypatch.setattr(capacity, "runner_for", lambda model: lambda *_: RUNNER)
-    monkeypatch.setattr(slo, "time_iterations", timed)
+    monkeypatch.setattr(token_budget, "time_iterations", time_iterations)
     base, _ = measure_base(MODEL, 128, max_len)
-    assert base == Base(0.064, 0.064 / min(128, max_len), 32, context)
-    # both cases are what they say: decodes only, and a chunk only
-    cache = SimpleNamespace(pages=40, page_size=64)
-    for case, spans in (((32, 32, 32), [(31, 1)] * 32), ((64, 64, 0), [(0, 64)])):
-        assert [(span.start, span.length) for span in hybrid_spans(cache, *case)] == spans
+    assert base == Base(0.064, 0.064 / chunk, 32, context)
+    assert cases == [(32, context, 32), (chunk, chunk, 0)]
 
 
-def test_the_base_is_measured_in_a_cache_with_room_for_it():
-    for chunk, max_len in ((40, 64), (128, 64), (128, 3)):
-        base, _ = measure_base(MODEL, chunk, max_len)
-        assert base.seconds > 0 and base.prefill_token_s > 0 and base.context == max_len // 2
+@pytest.mark.parametrize("chunk, max_len", [(40, 64), (128, 3)])
+def test_the_base_is_measured_in_a_cache_with_room_for_it(chunk, max_len):
+    base, _ = measure_base(MODEL, chunk, max_len)
+    assert base.seconds > 0 and base.prefill_token_s > 0
 
 
 def search(meets, **settings):
@@ -414,12 +346,6 @@ def test_capacity_ends_where_every_answer_is_the_same_or_chance(monkeypatch):
     assert f"{result.capacity_qps:g}" == "at least 1" and len(result.trials) == 3
 
 
-@pytest.mark.parametrize("failed, text", [(1.05, "1"), (1.06, "at least 1"), (1.1, "at least 1")])
-def test_a_capacity_is_a_bound_unless_a_rate_one_step_above_failed(failed, text):
-    trials = [Trial(1.0, Verdict()), Trial(failed, Verdict(missed="x"))]
-    assert f"{summarize_search(trials, ratio=1.05).capacity_qps:g}" == text
-
-
 def test_what_failed_while_others_used_the_machine_is_run_again():
     counts = Counter()
 
@@ -462,40 +388,12 @@ def test_policies_share_the_memory_and_can_have_their_own_chunk(tmp_path):
     assert list(runs) == [f"{name}, pages of {size}" for name in plans for size in (64, 1000)]
     assert [(c.policy, c.chunk) for c in runs.values()][::2] == list(plans.values())
     assert [(c.page_size, c.pages) for c in runs.values()] == [(64, 46), (1000, 3)] * 5
-    assert list(run_plan(POLICIES, [64], PLAN, 1.0)) == list(POLICIES)
     (dynamic,) = run_plan(["dynamic"], [64], PLAN, 0.3).values()
     assert dynamic.policy == "dynamic" and dynamic.policy_options == {"tbt_slo": 0.3}
-
-
-@pytest.mark.parametrize(
-    "sizes, caching, suffixes",
-    [
-        ([64], [False], {"": False}),
-        ([64], [True], {"": True}),  # the only one
-        ([64], [False, True], {"": False, ", shared": True}),
-        ([64, 128], [True], {", pages of 64": True, ", pages of 128": True}),
-        ([64, 128], [False, True], {
-            **{", pages of 64": False, ", pages of 64, shared": True},
-            **{", pages of 128": False, ", pages of 128, shared": True},
-        }),
-    ],
-)  # fmt: skip
-def test_runs_are_named_by_what_differs(sizes, caching, suffixes):
-    runs = run_plan(["vllm", "orca"], sizes, PLAN, caching=caching)
-    assert [(label, config.prefix_caching) for label, config in runs.items()] == [
-        (name + suffix, shares) for name in ("vllm", "orca") for suffix, shares in suffixes.items()
-    ]
-
-
-@pytest.mark.parametrize(
-    "policies, problem",
-    [
-        ("vllm:64 orca:64 request-level:64 hybrid-only:64 dynamic:64", "does not go by a chunk"),
-        ("sarathi:0", "chunk=0: must be"),
-        ("sarathi:x fifo fifo:8", "'(sarathi:x|fifo)': must be one of"),
-    ],
-)
-def test_a_label_that_names_no_run_is_refused(policies, problem):
-    for label in policies.split():
-        with pytest.raises(ValueError, match=problem):
-            run_plan([label], [64], PLAN)
+    both = run_plan(["orca"], [64, 128], PLAN, caching=[False, True])
+    assert {label: config.prefix_caching for label, config in both.items()} == {
+        "orca, pages of 64": False,
+        "orca, pages of 64, shared": True,
+        "orca, pages of 128": False,
+        "orca, pages of 128, shared": True,
+    }

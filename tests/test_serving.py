@@ -10,11 +10,11 @@ import bench
 from cli.options import plain
 from lab.commands import serve as serving
 from lab.commands import serve_options
-from lab.commands.serve import RealMachine, make_workload
+from lab.commands.serve import make_workload
 from lab.commands.serve_report import conclude, print_capacities, search_json
-from lab.measure import capacity, load_run, machine, metrics, run_loop
+from lab.measure import capacity, machine, metrics, run_loop
 from lab.measure import timing as measure
-from lab.measure.capacity import Base, Trial, judge, summarize_search
+from lab.measure.capacity import Trial, judge, summarize_search
 from lab.measure.run_loop import Run
 from lab.measure.timing import TOO_BUSY
 from lab.measure.workload import Arrival, poisson, sample_lengths
@@ -83,10 +83,11 @@ def test_serve_prints_and_writes_everything(tmp_path, run, plots):
     assert report["options"]["seed"] == 0 and report["machine"]["model"] == "llama-tiny"
     assert report["slo_s"] == pytest.approx(5 * report["base"]["seconds"])
     rows = csv_rows(files["csv"])
-    keys = ("request_id", "arrival", "prompt_tokens", "output_tokens")
-    arrivals = list(enumerate(poisson(sample_lengths("sharegpt4", 5, 64, 0), 30.0, 0)))
-    expected = [(name, i, *arrival[:3]) for name in names for i, arrival in arrivals]
-    assert [(row["policy"], *(float(row[key]) for key in keys)) for row in rows] == expected
+    arrivals = poisson(sample_lengths("sharegpt4", 5, 64, 0), 30.0, 0)
+    lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
+    assert [float(row["arrival"]) for row in rows] == 3 * [arrival.time for arrival in arrivals]
+    assert lengths == 3 * [arrival[1:3] for arrival in arrivals]
+    assert [row["policy"] for row in rows] == [name for name in names for _ in arrivals]
     assert {row["class"] for row in rows} == {"normal", "low"}
     assert list(report["runs"]) == names
     for name, row in report["runs"].items():
@@ -149,9 +150,8 @@ def test_a_capacity_of_requests_that_all_run_at_once_is_refused(options, fewest,
 
 
 def test_by_default_four_times_what_may_run_at_once_arrives():
-    assert parse("capacity").requests == 128 == 4 * parse("capacity").batch
     assert parse("capacity", "--batch", "50").requests == 200
-    assert parse("capacity", "--batch", "2").requests == 128
+    assert parse("capacity", "--batch", "2").requests == 128  # at least
     assert parse("serve", "--batch", "50").requests == 48
     simulated = "capacity --simulate a100-80gb --preset llama3-8b --pp 2 --replicas 2".split()
     _, options = bench.parse_args(simulated)
@@ -179,28 +179,24 @@ def test_bounds_are_kept_in_capacities_their_ratios_and_the_conclusion(capsys):
         "sarathi-serve": a_search([6.0, 9.0]),
         "dynamic": a_search([7.0], [7.2], missed="the queue grew"),
     }
-    print_capacities(searches, "requests/s")
-    expected = [("2.00", "1.00x"), ("below 0.50", "below 0.25x")]
-    expected += [("at least 9.00", "at least 4.50x"), ("7.00", "3.50x")]
-    assert rows_of(capsys.readouterr().out) == expected
-    print_capacities({"vllm": a_search([1.0]), "dynamic": a_search([3.0])}, "chats/s")
+    print_capacities(searches, "chats/s")
     text = capsys.readouterr().out
-    assert rows_of(text)[1] == ("at least 3.00", "-") and "| capacity in chats/s |" in text
-
+    assert "| capacity in chats/s |" in text
+    assert rows_of(text) == [
+        ("2.00", "1.00x"),
+        ("below 0.50", "below 0.25x"),
+        ("at least 9.00", "at least 4.50x"),
+        ("7.00", "3.50x"),
+    ]
     results = {name: search_json(search) for name, search in searches.items()}
     report = dict(results=results, slo_s=0.3, slo_busy=False, unit="chats/s")
-
-    def conclusion(**changes):
-        return " ".join(conclude(report | changes).split())
-
-    text = conclusion()
-    each = "2.00 under vllm, below 0.50 under orca, at least 9.00 under sarathi-serve, 7.00 under"
-    assert each in text and "Capacity in chats/s" in text
-    ends = "vllm (P99 TBT of 3 s), orca (P99 TBT of 3 s), dynamic (the queue grew)."
-    assert text.endswith(f"Higher rates fail under {ends}")
-    busy = {name: result | {"busy": True} for name, result in results.items()}
-    assert TOO_BUSY in conclusion(results=busy) == conclusion(slo_busy=True)
-    assert "dynamic" not in conclusion(results=results | {"dynamic": busy["dynamic"]})
+    assert conclude(report).replace("\n", " ") == (
+        "Capacity in chats/s with P99 TBT up to 0.300 s: 2.00 under vllm, below 0.50 under orca, "
+        "at least 9.00 under sarathi-serve, 7.00 under dynamic. Higher rates fail under "
+        "vllm (P99 TBT of 3 s), orca (P99 TBT of 3 s), dynamic (the queue grew)."
+    )
+    results["dynamic"]["busy"] = True
+    assert "dynamic" not in conclude(report)
 
 
 MET = dict(met=True, missed="", busy=False, cut_short=None)
@@ -222,24 +218,19 @@ CUT = MET | dict(cut_short="interrupted")
 )
 def test_the_conclusion_of_serve_names_who_meets_the_slo(runs, said):
     report = dict(runs=runs, slo_s=0.3, slo_busy=False)
-    text = " ".join(conclude(report).split())
+    text = conclude(report).replace("\n", " ")
     assert text in (f"SLO of 0.300 s: {said}", f"Conclusion: {said}.")
-    if "cut_short" not in said and "no run" not in said:
-        assert TOO_BUSY in conclude(report | {"slo_busy": True})
+    busy_slo = conclude(report | {"slo_busy": True})
+    assert TOO_BUSY in busy_slo or said == "no run came to its end"
 
 
-@pytest.mark.parametrize("command, words", [("serve", SERVE), ("capacity", CAPACITY)])
-def test_a_busy_machine_is_marked_and_nothing_concluded(command, words, run, steady, monkeypatch):
+def test_a_busy_machine_is_marked_and_nothing_concluded(run, steady, monkeypatch):
     monkeypatch.setattr(metrics, "missed", lambda *_, **__: "")
     steady.append(0.5)
-    slo = "strict" if command == "serve" else "1e4"
-    text, report = run(command, f"{words} --policies vllm --slo {slo}")
-    assert report["machine"]["base_busy"]
-    assert "\nvllm (busy): " in text and text.count("| vllm (busy) ") == 2 * (command == "serve")
-    assert "\na decode iteration (busy) takes " in text or command == "capacity"
-    assert text.count(TOO_BUSY) == (command == "serve")  # that every rate was met is no chance
-    rows = report.get("runs") or report["results"]
-    assert rows["vllm"]["busy"] == (command == "serve")
+    text, report = run("serve", f"{SERVE} --policies vllm --slo strict")
+    assert report["machine"]["base_busy"] and report["runs"]["vllm"]["busy"]
+    assert "\nvllm (busy): " in text and text.count("| vllm (busy) ") == 2
+    assert "\na decode iteration (busy) takes " in text and text.count(TOO_BUSY) == 1
 
 
 def test_an_interrupt_keeps_what_there_is(tmp_path, run, monkeypatch, plots):
@@ -289,89 +280,59 @@ def test_an_interrupted_search_keeps_its_points(tmp_path, run, monkeypatch, plot
     assert "\ninterrupted: " in text and f"wrote {tmp_path}/report.json" in text
 
 
-def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, monkeypatch, capsys):
+def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, run):
     file = tmp_path / "trace.csv"
     rows = "5,100,20\n9,40,8\n10,900,10\n13,60,4\n"
     file.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
-    argv = ["serve", "--trace", str(file), "--trace-scale", "0.5", "--max-len", "64"]
-    at_rate, name = make_workload(parse(*argv))
+    trace = f"--trace {file} --trace-scale 0.5"
+    at_rate, name = make_workload(parse("serve", "--max-len", "64", *trace.split()))
     assert at_rate(None) == [Arrival(0, 50, 10), Arrival(4, 20, 4), Arrival(8, 30, 2)]
-    assert [a.time for a in at_rate(2.0)] == [0, 0.5, 1.0] and "1 left out" in name
-    chats, name = make_workload(parse(*argv, "--turns", "2", "--page-size", "8"))
-    assert [a.time for a in chats(None)[:3]] == [0, 4, 8]
-    assert [a.follows for a in chats(None)[3:]] == [0, 1, 2]
-    turns = "(1 left out) of up to 2 turns, 1 s after each answer"
-    assert "3 chats of" in name and name.endswith(turns)
-    served = []
-
-    def compare_runs(comparison):
-        served.append(comparison.arrivals_at(comparison.options.qps))
-
-    monkeypatch.setattr(machine, "measure_machine", lambda *_: MACHINE)
-    monkeypatch.setattr(serving, "compare_runs", compare_runs)
-    for qps, rate in ((None, "at its own rate"), (2.0, "at 2 a second")):
-        bench.main([*argv, *([f"--qps={qps}"] if qps else []), *TINY, "--slo", "1000"])
-        assert f"(1 left out) {rate}; median prompt 30, output 4" in capsys.readouterr().out
-        assert served.pop() == at_rate(qps)
+    assert [a.time for a in at_rate(2.0)] == [0, 0.5, 1.0] and "(1 left out)" in name
+    text, _ = run("serve", f"{trace} --policies vllm --slo 1000 --qps 20")
+    assert "(1 left out) at 20 a second; median prompt 30, output 4" in text
 
 
-@pytest.mark.parametrize(
-    "option, suffixes", [("", ("", ", shared")), ("off", ("",)), ("on", ("",))]
-)
-def test_serve_compares_runs_with_and_without_prefix_caching(option, suffixes, run):
-    """Each prefix of 20 tokens has two pages of 8. They are found by all but who came first."""
-    load = "--requests 6 --qps 1 --policies vllm,orca --lengths 12+4 --shared-prefix 20:1 --slo 99"
-    text, report = run("serve", f"{load} {option and '--prefix-caching ' + option}")
-    names = [name + suffix for name in ("vllm", "orca") for suffix in suffixes]
-    assert list(report["runs"]) == names and text.count("| vllm ") == 2
-    for name, row in report["runs"].items():
-        cached_tokens = 5 * 16 if "shared" in name or option == "on" else 0
-        assert (row["finished"], row["cached_tokens"]) == (6, cached_tokens)
-        assert row["cached"] == pytest.approx(cached_tokens / (6 * 32))
-    assert "6 requests of 12+4 tokens, each after a prefix of 20 (1 in all), Poisson" in text
-    assert ("; pages of 8 tokens; shared: by prompts" in text) == (option != "off")
-    assert ("|    42% |" in text) == (option != "off")
+def test_serve_compares_runs_with_and_without_prefix_caching(tmp_path, capsys):
+    """A prefix of two pages, which all find but the first. Time is simulated."""
+    load = "--requests 6 --qps 1 --lengths 64+4 --shared-prefix 128:1 --policies vllm,orca"
+    file = tmp_path / "report.json"
+    machine = "--simulate a100-80gb --preset llama3-8b"
+    bench.main(["serve", *load.split(), *machine.split(), f"--json={file}"])
+    text = capsys.readouterr().out
+    runs = json.loads(file.read_text())["runs"]
+    cached = {name: row["cached_tokens"] for name, row in runs.items()}
+    assert cached == {"vllm": 0, "vllm, shared": 640, "orca": 0, "orca, shared": 640}
+    assert runs["vllm, shared"]["cached"] == pytest.approx(640 / (6 * 192))
+    assert text.count("|    56% |") == 2 and "; pages of 64 tokens; shared: by prompts" in text
 
 
-def test_chats_are_served_and_find_their_own_past(tmp_path, run, monkeypatch):
-    """A prefix of 8 and 12 + 4 tokens, then 12 more. Two pages of 8 stay of the first turn; the
-    third lacks the last token, whose keys nobody needed."""
-    sent = []
-    serve = load_run.serve
-
-    def spy(*args, **options):
-        sent.append(args[3])
-        return serve(*args, **options)
-
-    monkeypatch.setattr(load_run, "serve", spy)
-    load = "--requests 3 --qps 30 --policies sarathi-serve --lengths 24+8 --kv-tokens 1024"
+def test_chats_are_served_and_find_their_own_past(tmp_path, run):
+    """A prefix of 8 and 12 + 8 tokens, then 12 more. Three pages of 8 stay of the first turn, one
+    of them half of its answer."""
+    load = "--requests 3 --qps 30 --policies sarathi-serve --lengths 24+16 --kv-tokens 1024"
     load += f" --turns 2 --shared-prefix 8:1 --slo 50 --csv {tmp_path}/c.csv"
-    text, report = run("serve", load)
-    assert "load: 3 chats of 24+8 tokens of up to 2 turns, 1 s after each answer, each af" in text
+    text, _ = run("serve", load)
+    assert "load: 3 chats of 24+16 tokens of up to 2 turns, 1 s after each answer, each af" in text
     assert "at 30 a second" in text and "\nsarathi-serve, shared: 30.000 chats/s, P50" in text
-    assert {row["finished"] for row in report["runs"].values()} == {6}
     rows = csv_rows(tmp_path / "c.csv")
     lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
-    assert lengths == [*[(20, 4)] * 3, *[(36, 4)] * 3] * 2
+    assert lengths == [*[(20, 8)] * 3, *[(40, 8)] * 3] * 2
+    for first, second in zip(rows[:3], rows[3:6], strict=True):
+        answered = float(first["arrival"]) + float(first["latency_s"])
+        assert float(second["arrival"]) == pytest.approx(answered + 1.0)
     cached = [int(row["cached_tokens"]) for row in rows]
-    assert cached[:6] == [0] * 6 and cached[9:] == [16] * 3
-    assert sent[0] == sent[1] and [len(prompt) for prompt in sent[0]] == [20] * 3 + [12] * 3
-    assert len({tuple(prompt[:8]) for prompt in sent[0][:3]}) == 1
+    assert cached[:6] == [0] * 6 and cached[9:] == [24] * 3
 
 
-def test_custom_lengths_follow_each_other():
-    def lengths(*argv):
-        at_rate, _ = make_workload(parse(*argv))
-        return [arrival[1:3] for arrival in at_rate(1.0)]
-
-    assert lengths("capacity", "--lengths", "50+7", "--requests", "3") == [(50, 7)] * 3
-    two = lengths("serve", "--lengths=50+7, 4+5", "--requests=3", "--long-prompt=900")
-    assert two == [(900, 16), (50, 7), (4, 5), (4, 5)]
+def test_a_long_prompt_comes_before_all_others():
+    at_rate, _ = make_workload(
+        parse("serve", "--lengths=50+7, 4+5", "--requests=3", "--long-prompt=900")
+    )
+    assert [arrival[1:3] for arrival in at_rate(1.0)] == [(900, 16), (50, 7), (4, 5), (4, 5)]
 
 
 def test_classes_are_drawn_in_their_shares_and_the_same_at_every_rate():
     args = parse("serve", "--requests", "4000", "--classes", "realtime=1, low=5,normal=4")
-    assert args.classes == {"realtime": 1, "low": 5, "normal": 4}
     at_rate, _ = make_workload(args)
     priorities = [arrival.priority for arrival in at_rate(1.0)]
     assert priorities == [arrival.priority for arrival in at_rate(7.0)]
@@ -380,26 +341,46 @@ def test_classes_are_drawn_in_their_shares_and_the_same_at_every_rate():
     assert {a.priority for a in make_workload(parse("serve"))[0](1.0)} == {"normal"}
 
 
-@pytest.mark.parametrize(
-    "device, some", [("cpu", (128, 32, 1024, 48, 64, 10)), ("cuda", (512, 128, 8192, 500, 256, 42))]
-)
-def test_the_default_memory_is_a_third_of_the_batch_in_small_pages(device, some, monkeypatch):
+DEFAULTS = {
+    "cpu": dict(
+        chunk=128, batch=32, max_len=1024, requests=48, page_size=[64], kv_tokens=10 * 1024
+    ),
+    "cuda": dict(
+        chunk=512, batch=128, max_len=8192, requests=500, page_size=[256], kv_tokens=42 * 8192
+    ),
+}
+
+
+@pytest.mark.parametrize("device", DEFAULTS)
+def test_the_default_memory_is_a_third_of_the_batch_in_small_pages(device, monkeypatch):
     monkeypatch.setattr(serve_options, "resolve_model", lambda model, **_: model)  # no GPU is here
-    args = parse("serve", "--device", device)
-    chunk, batch, max_len, requests, page_size, a_third = some
-    assert (args.chunk, args.batch, args.max_len) == (chunk, batch, max_len)
-    assert (args.requests, args.page_size) == (requests, [page_size])
-    assert args.kv_tokens == a_third * max_len and args.prefix_caching == [False]
-    assert parse("serve", "--max-len", "41").page_size == [21]
-    simulated = ["--simulate", "a100-80gb", "--preset", "llama3-8b"]
-    assert parse("serve", *simulated).page_size == [64]
-    sizes = parse("serve", "--page-size=16,64, max, 512", "--max-len=512").page_size
-    assert sizes == [16, 64, 512]
-    assert parse("serve", "--turns", "2").prefix_caching == [False, True]
+    options = parse("serve", "--device", device)
+    assert {name: getattr(options, name) for name in DEFAULTS[device]} == DEFAULTS[device]
+
+
+@pytest.mark.parametrize(
+    "words, page_sizes",
+    [
+        ("--max-len 41", [21]),
+        ("--simulate a100-80gb --preset llama3-8b", [64]),
+        ("--page-size 16,64,max,512 --max-len 512", [16, 64, 512]),
+    ],
+)
+def test_pages_are_small_unless_others_are_asked_for(words, page_sizes):
+    assert parse("serve", *words.split()).page_size == page_sizes
+
+
+@pytest.mark.parametrize(
+    "words, runs",
+    [("", [False]), ("--turns 2", [False, True]), ("--prefix-caching on", [True])],
+)
+def test_prefix_caching_is_compared_where_prompts_begin_alike(words, runs):
+    assert parse("serve", *words.split()).prefix_caching == runs
 
 
 LOADS = [
     ("--policies vllm:64", "'vllm:64': vllm does not go by a chunk size"),
+    ("--policies dynamic:64", "'dynamic:64': dynamic does not go by a chunk size"),
     ("--policies sarathi:0", "chunk=0: must be a whole number of at least 1"),
     ("--lengths 500", "--lengths '500': must be sharegpt4, arxiv or PROMPT"),
     ("--lengths 5+5,6+6 --requests 1", "--requests 1: must be at least 2"),
@@ -411,21 +392,11 @@ LOADS = [
 
 
 @pytest.mark.parametrize("arguments, message", LOADS)
-@pytest.mark.parametrize("command", ["serve", "capacity"])
 def test_an_invalid_load_is_refused_before_a_model_is_loaded(
-    command, arguments, message, tmp_path, monkeypatch
+    arguments, message, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(serving, "load_model", None)
     (tmp_path / "trace.csv").write_text("arrived_at,num_prefill_tokens\n1,2\n")
     arguments = arguments.replace("TMP", str(tmp_path)).split()
     with pytest.raises(ValueError, match=message):
-        bench.main([command, *arguments, "--device", "cpu"])
-
-
-@pytest.mark.parametrize("command", ["serve", "capacity"])
-def test_an_slo_below_a_decode_iteration_is_refused_before_serving(command, monkeypatch):
-    monkeypatch.setattr(RealMachine, "serve", None)
-    monkeypatch.setattr(capacity, "measure_base", lambda *_: (Base(0.065, 0.001, 32, 512), 0.0))
-    message = "SLO of 0.01 s: below one decode iteration, which takes 0.065 s"
-    with pytest.raises(ValueError, match=message):
-        bench.main([command, *TINY, "--slo", "0.01"])
+        bench.main(["serve", *arguments, "--device", "cpu"])

@@ -8,13 +8,15 @@ jobs.py. Read next: clusters.py."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 
 from lab.claims.jobs import OfflineJob, Setup, offline
-from lab.claims.labs import NO_PREFIX, Lab, Lockstep, Size, TimeCases
+from lab.claims.labs import Lab, Lockstep, Size, TimeCases
+from lab.measure import workload
 from lab.measure.batch_times import (
     Batch,
     BatchTime,
@@ -143,6 +145,5 @@ class CostLab(Lab):
             replicas=1,
             max_len=max_len,
             chunk=self.chunk,
-            seed=0,
-            shared_prefix=NO_PREFIX,
+            make_prompts=partial(workload.prompts, seed=0),
         )

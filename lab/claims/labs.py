@@ -71,7 +71,6 @@ Sized = TypeVar("Sized")
 Result = TypeVar("Result")
 Params = ParamSpec("Params")
 TimeCases = Callable[[Sequence[Case]], list[Profiled]]
-NO_PREFIX = (0, 1)  # one prefix of no tokens: prompts share nothing
 CAPACITY_RATIO = 1.25  # a search ends when a rate that is so many times higher fails
 # Our choice. SARATHI's products promise 1.63x on an A6000 (B = 6, C = 256), and 1.22x to 1.33x come
 # out: a third of the promise is left. Of 1.3x that would be 1.1x, which noise does not hide.
@@ -553,8 +552,7 @@ class RealLab(Lab):
             chunk=self.chunk,
             max_len=max_len,
             attention=self.attention,
-            seed=self.seed,
-            shared_prefix=NO_PREFIX,
+            make_prompts=partial(workload.prompts, seed=self.seed),
         )
 
     @once

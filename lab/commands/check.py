@@ -1,10 +1,10 @@
 """Name the first rule that a policy breaks: `bench.py check my_policy.py:Eager`.
 
 Loads are simulated under a referee; `--random-loads 2000` adds small ones of all sizes. A
-schedule() that loops without an end is stopped after 10 s of CPU time. Other commands check
-policies from files, too, before they measure them. Read first: policies/template.py, to break rules
-with a copy of it. Read next: policies/referee.py, the rules, and lab/simulator/referee.py, the
-loads.
+schedule() that loops without an end is stopped after 10 s of CPU time. Other commands try policies
+from files, too, before they measure them, see policies/trial.py. Read first:
+policies/template.py, to break rules with a copy of it. Read next: policies/referee.py, the rules,
+and lab/simulator/referee.py, the loads.
 """
 
 import argparse

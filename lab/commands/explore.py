@@ -28,9 +28,8 @@ from cli.options import (
     write_text,
     wrote_page,
 )
-from config import EngineConfig
 from lab.explore.bundle import PYODIDE, PYODIDE_FILES, bundle, editor
-from lab.explore.runs import CHUNKS, MAX_BATCH, MAX_LEN, MODEL, PAGE_SIZE, Load, record_run
+from lab.explore.runs import CHUNKS, MAX_BATCH, MAX_LEN, MODEL, Load, record_run
 from lab.measure import workload
 from lab.measure.capacity import estimated_qps, slo_seconds
 from lab.measure.run_plan import goes_by_chunk
@@ -39,11 +38,11 @@ from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import LINKS
 from lab.simulator.machine import VOCABULARY, base_of
 from lab.simulator.pools import KVLink, simulate_pools
-from lab.simulator.referee import broken_rules, mark_broken
 from page.html import Costs, Editor, RowCosts, packed_inline, page
 from page.records import Recorder
 from page.site import write_packed, write_runs
 from policies.pools import Pools
+from policies.trial import broken_rules, mark_broken
 from runtime.files import new_file
 
 TRACE = Path(__file__).parents[1] / "claims" / "a_to_d.csv"  # A and B, then C and D
@@ -96,9 +95,9 @@ def site_folder(text: str) -> str:
 
 def pyodide_folder(text: str) -> str:
     """The type of a folder that has PYODIDE_FILES."""
-    missing = [name for name in PYODIDE_FILES if not (Path(text) / name).is_file()]
-    if missing:
-        raise ArgumentTypeError(f"{text}: has no {missing[0]}")
+    absent = [name for name in PYODIDE_FILES if not (Path(text) / name).is_file()]
+    if absent:
+        raise ArgumentTypeError(f"{text}: has no {absent[0]}")
     return text
 
 
@@ -217,16 +216,9 @@ def simulate_all(
 def record_pools(load: Load) -> Recorder:
     """Simulate a load on two pools, and record it: whole prompts, sent layer by layer."""
     cost = CostModel.named(MODEL)
-    config = EngineConfig(
-        chunk=int(CHUNKS[-1]),
-        max_batch=MAX_BATCH,
-        max_len=load.max_len,
-        page_size=PAGE_SIZE,
-        pages=load.tokens // PAGE_SIZE,
-    )
     recorder = Recorder()
     kv_link = KVLink.of(cost, LINKS[KV_LINK])
-    simulated = simulate_pools(cost, config, load.arrivals, POOLS, kv_link, recorder=recorder)
+    simulated = simulate_pools(cost, load.config, load.arrivals, POOLS, kv_link, recorder=recorder)
     recorder.add_transfers(simulated.run.transfers)
     return recorder
 

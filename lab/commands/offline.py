@@ -48,12 +48,12 @@ from lab.measure.machine_info import RealMachineInfo, measure_machine
 from lab.measure.offline_load import OfflineLoad, PolicyRun, policy_runs, run_policies
 from lab.measure.run_loop import Run
 from lab.measure.run_plan import run_plan
-from lab.simulator.referee import broken_rules, mark_broken
 from model import GPT, GPTConfig
 from page.html import page
 from page.records import Recorder
 from parallel import runner_for
 from policies.referee import Violation
+from policies.trial import broken_rules, mark_broken
 
 DEFAULT_POLICIES = "request-level,orca-best,vllm,sarathi,sarathi-serve"
 MORE_REQUESTS_S = 25  # more than 2 B + 1 are served while all policies together take so long

@@ -162,8 +162,8 @@ def folder_of(device: str, threads: int, dtype: str | None = None) -> str:
 
     Those of a CPU that are not of bfloat16 lie apart, in "epyc-2-threads-float32": of CPUs with one
     name some multiply bfloat16, and some do not."""
-    words = re.findall(r"[a-z0-9]+", re.sub(VENDORS, " ", device.lower()))
-    parts = ["-".join(words) or "cpu"]
+    device_words = re.findall(r"[a-z0-9]+", re.sub(VENDORS, " ", device.lower()))
+    parts = ["-".join(device_words) or "cpu"]
     if threads:
         parts.append(f"{threads}-thread" if threads == 1 else f"{threads}-threads")
         if dtype not in (None, "bfloat16"):
@@ -174,11 +174,11 @@ def folder_of(device: str, threads: int, dtype: str | None = None) -> str:
 def print_list(options: PaperOptions, results: report.Results) -> None:
     """Say what the claims are, how long each takes, and which are done."""
     for claim in options.claims:
-        words = [f"{claim.seconds_of(options.quick)} s"]
+        notes = [f"{claim.seconds_of(options.quick)} s"]
         record = results.get(claim.id)
         if record and record.is_done:
-            words += ["done", age(record.provenance)]
-        print(f"{claim.name} ({', '.join(filter(None, words))})\n    {claim.sentence}")
+            notes += ["done", age(record.provenance)]
+        print(f"{claim.name} ({', '.join(filter(None, notes))})\n    {claim.sentence}")
 
 
 def claims_to_measure(
@@ -186,9 +186,9 @@ def claims_to_measure(
 ) -> Sequence[Claim]:
     """The claims that are not done under these conditions. A full run is good for a quick one."""
     good_conditions = (conditions, conditions | {"quick": False})
-    done = {
+    measured = {
         claim_id
         for claim_id, record in results.items()
         if record.is_done and record.options in good_conditions
     }
-    return [claim for claim in options.claims if options.fresh or claim.id not in done]
+    return [claim for claim in options.claims if options.fresh or claim.id not in measured]

@@ -32,7 +32,7 @@ from lab.commands.pipeline import trace_event
 from lab.commands.simulate import Workers, processes_option
 from lab.simulator import goodput
 from lab.simulator.cost_model import CostModel
-from lab.simulator.goodput import Cluster, Job, Load, Search, Targets, Trial
+from lab.simulator.goodput import Cluster, Job, Load, Search, Targets
 from lab.simulator.simulation import Simulated
 from policies.pools import Pools
 
@@ -107,40 +107,18 @@ class Sweep:
         return chunked + [replace(first, pools=pools) for pools in splits]
 
     def goodputs(
-        self, clusters: Sequence[Cluster], load: Load, targets: Targets
-    ) -> dict[Cluster, float]:
-        """The goodput of each cluster, found with few trials."""
+        self, clusters: Sequence[Cluster], load: Load, targets: Sequence[Targets]
+    ) -> list[dict[Cluster, float]]:
+        """For each of the targets the goodput of each cluster."""
         self.workers.name = f"{clusters[0].instances} GPUs, {load.lengths}"
         searches = [Search(each, load, targets, self.options.steps) for each in clusters]
-        rates = self.workers(goodput.find_goodput, searches)
-        return dict(zip(clusters, rates, strict=True))
+        rates = self.workers(goodput.find_goodputs, searches)
+        return [dict(zip(clusters, row, strict=True)) for row in zip(*rates, strict=True)]
 
-    def trials(self, name: str, jobs: Sequence[Job]) -> dict[Cluster, list[Trial]]:
-        """The trials of each cluster, with a progress bar of that name."""
-        self.workers.name = name
-        trials: dict[Cluster, list[Trial]] = {job.cluster: [] for job in jobs}
-        for job, trial in zip(jobs, self.workers(goodput.run_job, jobs), strict=True):
-            trials[job.cluster].append(trial)
-        return trials
-
-    def row(self, gpus: int, lengths: str) -> Row:
-        """The Row of so many GPUs and a load, for the middle targets."""
-        return row_of(self.goodputs(self.clusters(gpus), self.load(lengths), MIDDLE))
-
-    def by_targets(self) -> dict[str, Row]:
-        """A Row for each pair of targets, of the chat load. The same trials serve all."""
-        load = self.load(CHAT)
-        jobs = [
-            Job(cluster, load, qps)
-            for cluster in self.clusters(self.options.gpus)
-            for qps in goodput.rates(cluster, load, self.options.steps)
-        ]
-        trials = self.trials(f"{self.options.gpus} GPUs, {CHAT}", jobs)
-        rows = {}
-        for targets in TARGETS:
-            rates = {each: goodput.goodput(trials[each], targets) for each in trials}
-            rows[describe(targets)] = row_of(rates)
-        return rows
+    def rows(self, gpus: int, lengths: str, targets: Sequence[Targets]) -> list[Row]:
+        """The Row of so many GPUs and a load for each of the targets."""
+        goodputs = self.goodputs(self.clusters(gpus), self.load(lengths), targets)
+        return [row_of(rates) for rates in goodputs]
 
     def by_link(self, preset: str) -> dict[str, LinkRow]:
         """A LinkRow for each link, for prompts of 1,500 tokens of a model."""
@@ -150,11 +128,12 @@ class Sweep:
         at_end = {link: replace(pools[link], layer_wise=False) for link in LINKS_SWEPT}
         clusters = [replicas, *at_end.values(), *pools.values()]
         jobs = [Job(cluster, load, LOW_RATE * cluster.instances) for cluster in clusters]
-        trials = self.trials(f"links, {preset}", jobs)
-        second_s = {cluster: trial.second_p50_s for cluster, (trial,) in trials.items()}
+        self.workers.name = f"links, {preset}"
+        trials = self.workers(goodput.run_job, jobs)
+        second_s = {job.cluster: t.second_p50_s for job, t in zip(jobs, trials, strict=True)}
         goodputs: dict[Cluster, float] = {}
         if preset == LARGE_CACHE:
-            goodputs = self.goodputs(list(pools.values()), load, LINK_TARGETS)
+            [goodputs] = self.goodputs(list(pools.values()), load, [LINK_TARGETS])
         return {
             link: LinkRow(
                 at_end_s=second_s[at_end[link]],
@@ -172,7 +151,7 @@ class Sweep:
         chunks = replace(one, policy="sarathi-serve", chunk=512)
         pools = replace(one, instances=3, pools=Pools(2, 1))
         load = self.load(FIGURE_1, 2048)
-        goodputs = self.goodputs([one, chunks, pools], load, FIGURE_1_TARGETS)
+        [goodputs] = self.goodputs([one, chunks, pools], load, [FIGURE_1_TARGETS])
         return {cluster.name: rate for cluster, rate in goodputs.items()}
 
 
@@ -232,12 +211,13 @@ def main(options: PoolsOptions) -> dict[str, Any]:
     report: dict[str, Any] = {"command": options.command}
     middle = describe(MIDDLE)
     with reporting(options, report):
-        targets = sweep.by_targets()
+        names = [describe(targets) for targets in TARGETS]
+        targets = dict(zip(names, sweep.rows(gpus, CHAT, TARGETS), strict=True))
         report["targets"] = print_rows("targets", targets)
-        ratios = {lengths: sweep.row(gpus, lengths) for lengths in RATIOS}
+        ratios = {lengths: sweep.rows(gpus, lengths, [MIDDLE])[0] for lengths in RATIOS}
         title = f"By prompt and output length, {middle}:\n\n"
         report["ratios"] = print_rows("prompt+output", ratios, title)
-        sizes = {f"{size} GPUs": sweep.row(size, CHAT) for size in SIZES}
+        sizes = {f"{size} GPUs": sweep.rows(size, CHAT, [MIDDLE])[0] for size in SIZES}
         title = f"By the number of GPUs, {middle}; of 8 GPUs each second split:\n\n"
         report["sizes"] = print_rows("cluster", sizes, title)
         presets = dict.fromkeys((LARGE_CACHE, options.preset))

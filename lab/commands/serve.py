@@ -52,11 +52,11 @@ from lab.measure.workload import Arrival
 from lab.simulator.devices import LINKS, Link
 from lab.simulator.machine import CountingMachine, FittedMachine, SimulatedMachine
 from lab.simulator.pools import KVLink, simulate_pools
-from lab.simulator.referee import broken_rules
 from page.html import page
 from page.records import Recorder, instance_names
 from parallel.instances import ChunkedPoolsEngine, PoolsEngine
 from parallel.shard import Shard
+from policies.trial import broken_rules
 
 __all__ = ["add_options", "main", "resolve"]
 
@@ -121,15 +121,26 @@ def make_workload(options: LoadOptions) -> tuple[ArrivalsAt, str]:
 def make_machine(options: ServeOptions) -> Machine:
     """The machine of --simulate, or this one. Raises ValueError for options that make no sense
     together."""
-    sizes = {"chunk": options.chunk, "max_len": options.max_len}
-    prompts = {"seed": options.seed, "shared_prefix": options.shared_prefix}
     name = options.model.name
-    if options.is_elsewhere:
-        cost = options.cost()
-        return SimulatedMachine(cost, name, replicas=options.replicas, **sizes, **prompts)
-    model = load_model(options.model, options.max_len, positions_from="--max-len")
     attention = options.model.attention
-    real = RealMachine(model, name, attention=attention, **sizes, **prompts)
+    make_prompts = partial(workload.prompts, seed=options.seed, shared=options.shared_prefix)
+    if options.is_elsewhere:
+        return SimulatedMachine(
+            options.cost(),
+            name,
+            replicas=options.replicas,
+            max_len=options.max_len,
+            chunk=options.chunk,
+            make_prompts=make_prompts,
+        )
+    real = RealMachine(
+        load_model(options.model, options.max_len, positions_from="--max-len"),
+        name,
+        chunk=options.chunk,
+        max_len=options.max_len,
+        attention=attention,
+        make_prompts=make_prompts,
+    )
     if options.simulate != THIS:
         return real
     is_alone = options.command != "serve"
@@ -181,12 +192,7 @@ def pooled_servers(
                     kv_link=kv_link,
                     cuts_prompts=cuts_prompts,
                 )
-                servers[name] = CountingMachine(
-                    run,
-                    seed=options.seed,
-                    shared_prefix=options.shared_prefix,
-                    drift=server.drift,
-                ).serve
+                servers[name] = CountingMachine(run, server.make_prompts, server.drift).serve
     return servers
 
 
@@ -201,6 +207,7 @@ class Comparison:
     report: dict[str, Any]
     machine: MachineInfo
     rate_counts: bool = False  # see metrics.missed
+    replicas: int = 1  # whose batches are apart, as those of the stages of a pipeline are not
 
     def run(self, name: str, qps: float | None, recorder: Recorder | None = None) -> Run:
         """Let a server serve the load at this rate."""
@@ -211,7 +218,13 @@ class Comparison:
     def judge(self, name: str, run: Run) -> JudgedRun:
         """Whether a run met the SLO."""
         rule = self.servers[name].broken_rule
-        return capacity.judge(run, self.report["slo_s"], rule, rate_counts=self.rate_counts)
+        return capacity.judge(
+            run,
+            self.report["slo_s"],
+            rule,
+            ttft_slo_s=self.options.ttft_slo,
+            rate_counts=self.rate_counts,
+        )
 
     def keep(self, results: str, name: str, row: dict[str, Any]) -> None:
         """Keep the row of a server among the `results`, and write the report."""
@@ -237,7 +250,7 @@ def compare_runs(comparison: Comparison) -> None:
 
     def show() -> None:
         print()
-        print_runs(judged, slo_s)
+        print_runs(judged, options.ttft_slo, slo_s)
         print(report["conclusion"])
 
     def draw(file: str) -> None:
@@ -262,16 +275,13 @@ def compare_runs(comparison: Comparison) -> None:
                 keep(name, interrupt.run)
                 raise
             if name in recorders:
-                name_instances(recorders[name], run, options)
+                name_instances(recorders[name], run, comparison.replicas)
             keep(name, run)
 
 
-def name_instances(recorder: Recorder, run: Run, options: LoadOptions) -> None:
+def name_instances(recorder: Recorder, run: Run, replicas: int) -> None:
     """Let the page have a lane for each instance: of two pools, with what is sent between them, or
     of replicas."""
-    replicas = 1
-    if isinstance(options, ServeOptions) and options.model.pp == 1:
-        replicas = options.replicas
     if run.transfers:
         recorder.add_transfers(run.transfers)
     elif "prefills" not in recorder.settings and replicas > 1:
@@ -386,6 +396,7 @@ def main(options: ServeOptions) -> dict[str, Any]:
         report=report,
         machine=machine.info,
         rate_counts=options.requests >= options.fewest_requests,
+        replicas=options.replicas if options.model.pp == 1 else 1,
     )
     if isinstance(options, CapacityOptions):
         compare_capacities(comparison, start, options.ratio)

@@ -23,7 +23,7 @@ from cli.options import (
     whole,
 )
 from lab.measure.capacity import ROUNDS
-from lab.measure.token_budget import MULTIPLES
+from lab.measure.token_budget import MAX_DELAY_S, MULTIPLES
 from lab.measure.workload import LENGTHS, TRACE_COLUMNS
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS
@@ -136,6 +136,13 @@ class LoadOptions:
         "the longest prompt and output",
         type=whole(minimum=3),
         default=PerDevice(cpu=1024, gpu=8192),
+    )
+    ttft_slo: float = option(
+        "goodput counts requests with a TTFT of up to so many seconds, and a P99 of their own TBTs "
+        "within --slo",
+        type=number(above=0),
+        default=MAX_DELAY_S,
+        metavar="SECONDS",
     )
     seed: int  # of lengths, arrivals and prompts
     plot: str | None = plot_option("draw latencies and timelines")
@@ -250,8 +257,7 @@ class ServeOptions(LoadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityOptions(ServeOptions):
-    """The options of `bench.py capacity`. `qps`, `long_prompt`, `csv` and `html` are None, and all
-    requests are of one class."""
+    """The options of `bench.py capacity`. Those of ONLY_SERVE have their values there."""
 
     plot: str | None = plot_option("draw capacities, and latency against rate")
     ratio: float = option(
@@ -261,7 +267,14 @@ class CapacityOptions(ServeOptions):
     )
 
 
-ONLY_SERVE = {"qps": None, "long_prompt": None, "classes": {"normal": 1}, "csv": None, "html": None}
+ONLY_SERVE = {
+    "qps": None,
+    "long_prompt": None,
+    "classes": {"normal": 1},
+    "ttft_slo": MAX_DELAY_S,
+    "csv": None,
+    "html": None,
+}
 
 
 def add_options(parser: OptionParser) -> None:

@@ -18,11 +18,12 @@ from lab.measure.machine import Machine
 from lab.measure.run_loop import Run
 from lab.measure.token_budget import MAX_DELAY_S, MULTIPLES
 from lab.measure.workload import Arrival
-from lab.simulator.referee import mark_broken
+from policies.trial import mark_broken
 
 NOTE = """
 TTFT, delay: from arrival to the first token, to being scheduled; beside prefill: TBTs with others' prefill in them,
-the longest caused by who had most of that; stalls: those above {slo_s:.3f} s; tokens/s: prompt and output; at once:
+the longest caused by who had most of that; stalls: those above {tbt_slo_s:.3f} s; goodput: requests that met their
+SLOs, per second: TTFT up to {ttft_slo_s:g} s, their own P99 TBT up to {tbt_slo_s:.3f} s; tokens/s: prompt and output; at once:
 running, mean over time and peak; cached: prefill that was found, not computed; own time: all of a step but the
 forward pass and fetching its tokens"""  # noqa: E501
 LINK_NOTE = """
@@ -85,7 +86,7 @@ def format_point(name: str, qps: float | None, judged: JudgedRun, unit: str) -> 
     return f"{timing.mark(name, judged.busy)}: {rate}{texts}; SLO {verdict}"
 
 
-def print_runs(runs: Mapping[str, JudgedRun], tbt_slo_s: float) -> None:
+def print_runs(runs: Mapping[str, JudgedRun], ttft_slo_s: float, tbt_slo_s: float) -> None:
     """Print the tables of `serve`: what clients saw, and what the batches were made of. Runs that
     were disturbed or cut short are marked."""
     has_link = any(run.link for run in runs.values())
@@ -114,6 +115,7 @@ def print_runs(runs: Mapping[str, JudgedRun], tbt_slo_s: float) -> None:
                 ("link P99", link and link.exposed_s.p99, ",.4f"),
             ]
         batches[marked] = [
+            ("goodput", run.goodput_per_s, ",.2f"),
             ("tokens/s", run.tokens_per_s, ",.0f"),
             ("prefill", run.prefill_only, ".0%"),
             ("hybrid", run.hybrid, ".0%"),
@@ -127,7 +129,8 @@ def print_runs(runs: Mapping[str, JudgedRun], tbt_slo_s: float) -> None:
         ]
     print(format_table("seconds", latencies), end="\n\n")
     print(format_table("batches", batches))
-    print(NOTE.format(slo_s=tbt_slo_s) + (LINK_NOTE if has_link else ""), end="\n\n")
+    note = NOTE.format(ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s)
+    print(note + (LINK_NOTE if has_link else ""), end="\n\n")
 
 
 def print_capacities(searches: Mapping[str, SearchResult[JudgedRun]], unit: str) -> None:

@@ -10,7 +10,7 @@ import math
 import os
 import pickle
 import signal
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
@@ -50,9 +50,17 @@ S is SARATHI, SS is Sarathi-Serve, B a post on schedulers; F a figure, T a table
 """
 
 
-def split_names(text: str) -> list[str]:
-    """The names in a text with commas."""
-    return [name.strip() for name in text.split(",")]
+def names_from(allowed: Collection[str]) -> Callable[[str], list[str]]:
+    """The type of a text of these names, with commas."""
+
+    def parse_names(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        for name in names:
+            if name not in allowed:
+                raise ArgumentTypeError(f"{name}: must be from {', '.join(allowed)}")
+        return names
+
+    return parse_names
 
 
 def processes_option(help: str) -> Any:
@@ -72,7 +80,7 @@ class SimulateOptions:
     command: str
     only: list[str] = option(
         "from " + ", ".join(f"{name} ({each.ids})" for name, each in EXPERIMENTS.items()),
-        type=split_names,
+        type=names_from(EXPERIMENTS),
         default=list(EXPERIMENTS),
         default_text="all",
     )
@@ -99,21 +107,13 @@ def add_options(parser: OptionParser) -> None:
 
 
 def resolve(parser: OptionParser, args: Namespace) -> SimulateOptions:
-    """The options. Exits with a message if there is no such experiment."""
-    check_names(parser, args.only, EXPERIMENTS)
+    """The options."""
     return from_args(SimulateOptions, args)
-
-
-def check_names(parser: OptionParser, names: Sequence[str], known: Collection[str]) -> None:
-    """Exit with a message for a name in --only that is not known."""
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        parser.error(f"--only {unknown[0]}: must be from {', '.join(known)}")
 
 
 def main(options: SimulateOptions) -> None:
     """Simulate the claims, print them and how many numbers came out, draw and write."""
-    done: dict[Claim, Finding] = {}
+    findings: dict[Claim, Finding] = {}
     workers = Workers(options.processes)
     setup = Setup(run=workers, requests=options.requests, cpu_s=options.cpu_ms / 1e3)
     print(f"{INTRODUCTION}Sarathi-Serve's and the post's: {setup}.\n")
@@ -127,13 +127,13 @@ def main(options: SimulateOptions) -> None:
                 if lab.picture and not finding.has_picture:
                     draw(finding, f"{claim.name}, simulated", lab.picture, None)
                 print(f"{markdown_of(claim, finding)}\n")
-                done[claim] = finding
+                findings[claim] = finding
     finally:
-        if done:  # also if this was interrupted
-            print_conclusion(done.values())
-            claims = [json_of(claim, finding) for claim, finding in done.items()]
+        if findings:  # also if this was interrupted
+            print_conclusion(findings.values())
+            claims = [json_of(claim, finding) for claim, finding in findings.items()]
             write_json(options, {"provenance": provenance(), "claims": claims})
-            wrote(options.json, *(picture_of(claim, options.plot) for claim in done))
+            wrote(options.json, *(picture_of(claim, options.plot) for claim in findings))
 
 
 def markdown_of(claim: Claim, finding: Finding) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cli.options import OptionParser, from_args, nonempty_text, option, write_text, wrote
 from lab.claims.today import PAGES, Page
-from lab.commands.simulate import check_names, results_of, split_names
+from lab.commands.simulate import names_from, results_of
 from lab.pictures.bars import plot_bars
 from policies import POLICIES
 from policies.cards import CARDS
@@ -37,7 +37,10 @@ class TodayOptions:
 
     command: str
     only: list[str] = option(
-        f"from {', '.join(PAGES)}", type=split_names, default=list(PAGES), default_text="all"
+        f"from {', '.join(PAGES)}",
+        type=names_from(PAGES),
+        default=list(PAGES),
+        default_text="all",
     )
     processes: int = option("make so many pages at once", type=int, choices=range(1, 6), default=2)
     write: str | None = option(
@@ -51,8 +54,7 @@ def add_options(parser: OptionParser) -> None:
 
 
 def resolve(parser: OptionParser, args: Namespace) -> TodayOptions:
-    """The options. Exits with a message if there is no such page or folder."""
-    check_names(parser, args.only, PAGES)
+    """The options. Exits with a message if there is no such folder."""
     if args.write and not Path(args.write).is_dir():
         parser.error(f"--write {args.write}: is no folder")
     return from_args(TodayOptions, args)

@@ -33,6 +33,17 @@ class Load:
     prompts: list[list[int]] | None = None  # if they share prefixes, which then are cached
     letters: bool = False  # whether requests are named A, B, C
 
+    @property
+    def config(self) -> EngineConfig:
+        """The EngineConfig of its engines, without a policy, for the largest chunks."""
+        return EngineConfig(
+            chunk=int(CHUNKS[-1]),
+            max_batch=MAX_BATCH,
+            max_len=self.max_len,
+            page_size=PAGE_SIZE,
+            pages=self.tokens // PAGE_SIZE,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """All fields, for `from_json`. Only times and lengths of the arrivals are kept."""
         arrivals = [[a.time, a.prompt_len, a.output_len] for a in self.arrivals]
@@ -52,15 +63,8 @@ def record_run(
 
     If the run fails, a `recorder` that was given holds what came before."""
     recorder = recorder or Recorder()
-    config = EngineConfig(
-        chunk=int(CHUNKS[-1]),
-        max_batch=MAX_BATCH,
-        max_len=load.max_len,
-        page_size=1,
-        pages=load.tokens,
-    )
     label = f"{policy}:{chunk}" if goes_by_chunk(policy) else policy
-    config = run_plan([label], [PAGE_SIZE], config, slo_s, [load.prompts is not None])[label]
+    config = run_plan([label], [PAGE_SIZE], load.config, slo_s, [load.prompts is not None])[label]
     cost = CostModel.named(MODEL, pp=load.pp)
     simulated = simulate(
         cost, config, load.arrivals, load.prompts, replicas=load.replicas, recorder=recorder

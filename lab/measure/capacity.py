@@ -138,6 +138,7 @@ class LinkSummary:
 class JudgedRun(RunSummary, Verdict):
     """The numbers of a Run, and whether it met its SLO."""
 
+    goodput_per_s: float | None  # see metrics.goodput
     own_fraction: float | None
     refused: int
     cut_short: str | None
@@ -147,12 +148,17 @@ class JudgedRun(RunSummary, Verdict):
 
 
 def judge(
-    run: Run, tbt_slo_s: float, broken_rule: str | None = None, *, rate_counts: bool = True
+    run: Run,
+    tbt_slo_s: float,
+    broken_rule: str | None = None,
+    *,
+    ttft_slo_s: float = MAX_DELAY_S,
+    rate_counts: bool = True,
 ) -> JudgedRun:
     """Summarize a Run, and find out whether it met an SLO of P99 TBT in seconds. A run that was cut
     short did not, as everything before the cut may have ended well. Nor did a run of a policy that
-    breaks a rule, such as one that lets some decodes wait for ever. See metrics.missed for
-    `rate_counts`."""
+    breaks a rule, such as one that lets some decodes wait for ever. Only goodput depends on
+    `ttft_slo_s`. See metrics.missed for `rate_counts`."""
     summary = metrics.summarize_run(
         run.completions, run.iterations, run.seconds, tbt_slo_s, run.offered_per_s
     )
@@ -165,6 +171,9 @@ def judge(
         missed = f"the rule {broken_rule!r} is broken"
     return JudgedRun(
         **vars(summary),
+        goodput_per_s=metrics.goodput(
+            run.completions, run.seconds, ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s
+        ),
         own_fraction=run.own_fraction,
         refused=run.refused,
         cut_short=run.cut_short,

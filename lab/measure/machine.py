@@ -8,7 +8,7 @@ from typing import Protocol
 
 from config import EngineConfig
 from engine import Engine
-from lab.measure import capacity, load_run, run_loop, timing, workload
+from lab.measure import capacity, load_run, run_loop, timing
 from lab.measure.capacity import Base
 from lab.measure.machine_info import MachineInfo, measure_machine
 from lab.measure.run_loop import Recorder, Run
@@ -51,9 +51,11 @@ class Machine(Protocol):
         ...
 
 
+MakePrompts = Callable[[Sequence[Arrival], int], list[list[int]]]  # of a load, and a vocabulary
+
+
 class RealMachine:
-    """This machine with a model. Prompts are random, and begin with one of `shared_prefix`'s
-    (length, count) prefixes."""
+    """This machine with a model. `make_prompts` is workload.prompts with a seed."""
 
     def __init__(
         self,
@@ -63,13 +65,11 @@ class RealMachine:
         chunk: int,
         max_len: int,
         attention: str,
-        seed: int,
-        shared_prefix: tuple[int, int],
+        make_prompts: MakePrompts,
     ) -> None:
         """Measures the base of SLOs and the limits of the machine. `name` is that of the model."""
         self.model = model
-        self.seed = seed
-        self.shared_prefix = shared_prefix
+        self.make_prompts = make_prompts
         self.base, drift = capacity.measure_base(model, chunk, max_len, attention)
         info = measure_machine(model, name, chunk)
         self.micro_batches = info.copies or 1
@@ -88,14 +88,11 @@ class RealMachine:
         engine_class: type[Engine] | None = None,
     ) -> Run:
         """Serve a load by an engine of `config`, in real time: see load_run.serve."""
-        prompts = workload.prompts(
-            arrivals, self.model.config.vocab_size, self.seed, self.shared_prefix
-        )
         return load_run.serve(
             self.model,
             config,
             arrivals,
-            prompts,
+            self.make_prompts(arrivals, self.model.config.vocab_size),
             progress=progress,
             recorder=recorder,
             engine_class=engine_class,

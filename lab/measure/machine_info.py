@@ -86,8 +86,11 @@ def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
     )
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     flops_per_s = 2 * rows * weights / (products_timing.ms / 1e3)
-    parallel = isinstance(model, Shard)  # has a part of the whole model
-    whole_model = model.whole_model() if parallel else model
+    whole_model = model
+    ranks = None
+    if isinstance(model, Shard):  # it has a part of the whole model
+        whole_model = model.whole_model()
+        ranks = model.ranks
     cpu_flops_per_s = None
     if device.type == "cpu":
         rates = dtypes.cpu_rates(torch.get_num_threads())
@@ -105,9 +108,9 @@ def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
         ridge_tokens=flops_per_s / bandwidth * model.dtype.itemsize / 2,
         busy=drift > timing.BUSY,
         cpu_flops_per_s=cpu_flops_per_s,
-        tp=model.ranks.tp if parallel else None,
-        pp=model.ranks.pp if parallel else None,
-        copies=model.ranks.copies if parallel and model.ranks.copies > 1 else None,
+        tp=ranks and ranks.tp,
+        pp=ranks and ranks.pp,
+        copies=ranks.copies if ranks and ranks.copies > 1 else None,
     )
 
 

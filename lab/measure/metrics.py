@@ -97,9 +97,9 @@ def longest_stall(stalls: Iterable[Stall]) -> Stall | None:
     return max(stalls, key=lambda stall: stall.seconds, default=None)
 
 
-def _ratio(amount: float, total: float) -> float | None:
-    """The quotient, None if `total` is 0."""
-    return float(amount / total) if total else None
+def ratio(amount: float | None, total: float | None) -> float | None:
+    """The quotient; None if one of them is not there, or the total is 0."""
+    return float(amount / total) if amount is not None and total else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ def served_rate(completions: Sequence[Completion]) -> float | None:
         output_len = bisect_right(times, last)
         if output_len:
             served += (prompt_len + output_len) / (prompt_len + len(times))
-    return _ratio(served, last - first)
+    return ratio(served, last - first)
 
 
 def summarize_queue(
@@ -152,12 +152,12 @@ def summarize_queue(
     early = percentiles(delays[quarter : 2 * quarter]).p50
     late = percentiles(delays[-quarter:]).p50
     arrivals, starts = np.sort(np.reshape(scheduled, (-1, 2)), axis=0).T  # (requests,), in order
-    arrived_per_s = offered_per_s or _ratio(len(scheduled) - 1, np.diff(arrivals).sum())
+    arrived_per_s = offered_per_s or ratio(len(scheduled) - 1, np.diff(arrivals).sum())
     # whether the next request is there already when one is scheduled
     waits = (arrivals[1:] <= starts[:-1])[quarter:]
     scheduled_per_s = None
     if 2 * waits.sum() >= max(FEWEST, len(waits)):
-        scheduled_per_s = _ratio(waits.sum(), np.diff(starts)[quarter:][waits].sum())
+        scheduled_per_s = ratio(waits.sum(), np.diff(starts)[quarter:][waits].sum())
     overloaded = bool(arrived_per_s and scheduled_per_s and scheduled_per_s < arrived_per_s)
     slower = early is not None and late is not None and early < late
     return QueueSummary(
@@ -300,11 +300,11 @@ def summarize_run(
         scheduling_delay_s=percentiles(c.scheduling_delay for c in completions),
         queue=summarize_queue(completions, offered_per_s),
         latency_s=percentiles(c.latency for c in finished),
-        tokens_per_s=_ratio(served_tokens, seconds),
+        tokens_per_s=ratio(served_tokens, seconds),
         preemptions=sum(c.preemptions for c in scheduled) if count else None,
         recomputed_tokens=sum(c.recomputed_tokens for c in scheduled) if count else None,
         cached_tokens=cached_tokens if count else None,
-        cached=_ratio(cached_tokens, prefill_tokens) if count else None,
+        cached=ratio(cached_tokens, prefill_tokens) if count else None,
         stalls=StallSummary(
             count=len(stalls) if count else None,
             longest=longest_stall(stalls),
@@ -312,13 +312,31 @@ def summarize_run(
             length_s=percentiles(stall.seconds for stall in stalls),
         ),
         iterations=count,
-        prefill_only=_ratio(kinds[True, False], count),
-        decode_only=_ratio(kinds[False, True], count),
-        hybrid=_ratio(kinds[True, True], count),
-        tokens_per_iteration=_ratio(batch_tokens, count),
-        running_mean=_ratio(sum(i.running * (i.end - i.start) for i in iterations), busy_s),
+        prefill_only=ratio(kinds[True, False], count),
+        decode_only=ratio(kinds[False, True], count),
+        hybrid=ratio(kinds[True, True], count),
+        tokens_per_iteration=ratio(batch_tokens, count),
+        running_mean=ratio(sum(i.running * (i.end - i.start) for i in iterations), busy_s),
         running_peak=max((i.running for i in iterations), default=None),
     )
+
+
+def goodput(
+    completions: Sequence[Completion], seconds: float, *, ttft_slo_s: float, tbt_slo_s: float
+) -> float | None:
+    """How many requests per second met their SLOs, in a run of so many seconds; None of a run that
+    took no time.
+
+    They have finished, their TTFT is within its SLO, and 99 % of their TBTs are within theirs: the
+    mean of them, which other programs count, would hide a stall."""
+
+    def is_good(completion: Completion) -> bool:
+        if completion.finish_reason not in FINISHED or completion.ttft is None:
+            return False
+        p99_tbt_s = percentiles(completion.tbt).p99 or 0.0  # a single token has no TBT
+        return completion.ttft <= ttft_slo_s and p99_tbt_s <= tbt_slo_s
+
+    return ratio(sum(map(is_good, completions)), seconds)
 
 
 def request_rows(

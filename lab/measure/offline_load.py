@@ -156,13 +156,8 @@ def policy_runs(
         )
         base = row if name == BASE else base
         if base:
-            gain = over(row.tokens_per_s, base.tokens_per_s)
-            whole_run_gain = over(row.summary.tokens_per_s, base.summary.tokens_per_s)
+            gain = metrics.ratio(row.tokens_per_s, base.tokens_per_s)
+            whole_run_gain = metrics.ratio(row.summary.tokens_per_s, base.summary.tokens_per_s)
             row = replace(row, gain=gain, whole_run_gain=whole_run_gain)
         rows[name] = row
     return rows
-
-
-def over(amount: float | None, base: float | None) -> float | None:
-    """amount / base, or None if one of them is not there, or the base is 0."""
-    return amount / base if amount is not None and base else None

@@ -4,6 +4,7 @@ Hybrid batches are timed, and the largest budget that meets the SLO is taken: by
 by `python bench.py batches --slo`. Read first: policies/iteration_time.py."""
 
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -119,28 +120,23 @@ def choose_budget(
         profile.extend(rows)
         return max(row.seconds for row in rows)
 
-    def meets(budget: int) -> bool:
-        return slowest(budget) <= tbt_slo
+    def misses(budget: int) -> bool:
+        return slowest(budget) > tbt_slo
 
     decode_s = slowest(decodes)
     best = 0
     budget = (decodes // tile + 1) * tile  # the first with room for a chunk
     max_budget = max(max_budget, budget)
-    while budget <= max_budget and meets(budget):
+    while budget <= max_budget and not misses(budget):
         best = budget
         budget = 2 * budget
     if not best:
         takes = f"{decodes} decodes alone take {decode_s:.4g} s at a context of {max(contexts)}"
         raise ValueError(f"tbt_slo={tbt_slo:.4g}: no token budget meets it, {takes}")
-    good = best // tile  # in tiles: it meets the SLO
-    bad = min(budget // tile, max_budget // tile + 1)  # it misses the SLO, or is too large
-    while bad - good > 1:
-        middle = (good + bad + 1) // 2
-        if meets(middle * tile):
-            good = middle
-        else:
-            bad = middle
-    return good * tile, profile
+    end = min(budget, max_budget + 1)  # it misses the SLO, or is too large
+    between = range(best + tile, end, tile)
+    best += tile * bisect_left(between, True, key=misses)
+    return best, profile
 
 
 def auto_budget(engine: Engine) -> EngineConfig:

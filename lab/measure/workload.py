@@ -264,11 +264,10 @@ def prompts(
     token_ids = []
     for arrival, prefix_number in zip(arrivals, prefix_of, strict=True):
         prefix = []
-        previous_tokens = 0  # of the conversation before, or of the prefix
         if arrival.follows is None:
             prefix_rng = make_rng(6 + prefix_number, seed)
             prefix = prefix_rng.integers(vocab_size, size=length).tolist()
-            previous_tokens = length
+            previous_tokens = length  # of the prefix, or of the conversation before
         else:
             previous = arrivals[arrival.follows]
             previous_tokens = previous.prompt_len + previous.output_len

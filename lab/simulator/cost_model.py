@@ -39,7 +39,7 @@ class LayerSeconds(NamedTuple):
     """The time of one layer by kind of operation."""
 
     linear: float  # the four matrix products
-    others: float  # norms, sums, rotation, activation
+    elementwise: float  # norms, sums, rotation, activation
     all_reduce: float  # between the GPUs that share the layer
     attention: float
 

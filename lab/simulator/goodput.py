@@ -1,16 +1,15 @@
 """Goodput per GPU: the highest rate at which both latency targets are met, over the GPUs.
 
-    trials = [run_job(Job(cluster, load, qps)) for qps in rates(cluster, load, 12)]
-    goodput(trials, Targets(ttft_s=0.5, tbt_s=0.05))
+    find_goodputs(Search(cluster, load, [Targets(ttft_s=0.5, tbt_s=0.05)], steps=12))
 
-The same trials are judged by any targets. They are met where 90 % of the requests meet both, that
+Targets are met where 90 % of the requests meet both, that
 for TTFT and that for the mean TBT of a request (DistServe §1), and P99 of all TBT meets the second,
 too (Sarathi-Serve §5.1). Read first: pools.py. Read next: lab/commands/pools.py."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from statistics import fmean
 from typing import NamedTuple
 
@@ -155,27 +154,27 @@ def rates(cluster: Cluster, load: Load, count: int) -> list[float]:
     return [possible_qps * LOWEST * ratio**i for i in range(count)]
 
 
-def goodput(trials: Sequence[Trial], targets: Targets) -> float:
-    """The highest rate per GPU that meets the targets, in requests per second; 0: none did."""
-    return max((trial.qps_per_gpu for trial in trials if trial.meets(targets)), default=0.0)
-
-
 class Search(NamedTuple):
-    """The goodput of a cluster that is to be found, among so many rates."""
+    """The goodput of a cluster that is to be found for each of the targets, among so many rates."""
 
     cluster: Cluster
     load: Load
-    targets: Targets
+    targets: Sequence[Targets]
     steps: int
 
 
-def find_goodput(search: Search) -> float:
-    """As `goodput`, with few trials: a rate above one that fails is not tried."""
-    cluster, load, targets, steps = search
+def find_goodputs(search: Search) -> list[float]:
+    """For each of the targets the highest rate per GPU that meets them, in requests per second; 0:
+    none does. A rate above one that fails is not tried. The same trials serve all targets."""
+    cluster, load, all_targets, steps = search
     all_rates = rates(cluster, load, steps)
 
-    def fails(qps: float) -> bool:
-        return not run_job(Job(cluster, load, qps)).meets(targets)
+    @cache
+    def trial_at(qps: float) -> Trial:
+        return run_job(Job(cluster, load, qps))
 
-    met = bisect_left(all_rates, True, key=fails)  # so many of the lowest
-    return all_rates[met - 1] / cluster.instances if met else 0.0
+    def find_goodput(targets: Targets) -> float:
+        met = bisect_left(all_rates, True, key=lambda qps: not trial_at(qps).meets(targets))
+        return all_rates[met - 1] / cluster.instances if met else 0.0
+
+    return [find_goodput(targets) for targets in all_targets]

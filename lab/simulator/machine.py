@@ -11,9 +11,9 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from config import EngineConfig
-from lab.measure import run_loop, timing, workload
+from lab.measure import run_loop, timing
 from lab.measure.capacity import Base
-from lab.measure.machine import RealMachine
+from lab.measure.machine import MakePrompts, RealMachine
 from lab.measure.machine_info import MachineInfo, RealMachineInfo
 from lab.measure.metrics import Percentiles, percentiles
 from lab.measure.run_loop import Recorder, Run
@@ -42,19 +42,13 @@ class CountingMachine:
     """A machine that serves by the times of a cost model, not by those of a clock."""
 
     def __init__(
-        self,
-        run: Callable[..., Simulated],
-        *,
-        seed: int,
-        shared_prefix: tuple[int, int],
-        drift: float = 0.0,
+        self, run: Callable[..., Simulated], make_prompts: MakePrompts, drift: float = 0.0
     ) -> None:
-        """`run` is simulation.simulate, or simulate_pools, with a cost model. `seed` and
-        `shared_prefix` are those of the prompts; `drift` is how far the real machine changed while
-        the cost model was fitted to it."""
+        """`run` is simulation.simulate, or simulate_pools, with a cost model. `make_prompts` is as
+        of RealMachine; `drift` is how far the real machine changed while the cost model was fitted
+        to it."""
         self.run = run
-        self.seed = seed
-        self.shared_prefix = shared_prefix
+        self.make_prompts = make_prompts
         self.drift = drift
 
     def serve(
@@ -68,7 +62,7 @@ class CountingMachine:
         """Serve a load by simulated engines of `config`."""
         prompts = None  # only their lengths matter
         if config.prefix_caching:
-            prompts = workload.prompts(arrivals, VOCABULARY, self.seed, self.shared_prefix)
+            prompts = self.make_prompts(arrivals, VOCABULARY)
         run = self.run(config, arrivals, prompts=prompts, progress=progress, recorder=recorder).run
         return replace(run, drift=self.drift)
 
@@ -85,11 +79,9 @@ class SimulatedMachine(CountingMachine):
         replicas: int,
         max_len: int,
         chunk: int,
-        seed: int,
-        shared_prefix: tuple[int, int],
+        make_prompts: MakePrompts,
     ) -> None:
-        run = partial(simulate, cost, replicas=replicas)
-        super().__init__(run, seed=seed, shared_prefix=shared_prefix)
+        super().__init__(partial(simulate, cost, replicas=replicas), make_prompts)
         self.cost = cost
         self.base = base_of(cost, max_len, chunk)
         self.micro_batches = cost.pp * replicas
@@ -116,7 +108,7 @@ class ProfileCases(NamedTuple):
     """The batches that a FittedCost is fitted to, and others, which tell how well."""
 
     fitted: list[Case]
-    others: list[Case]
+    held_out: list[Case]
 
 
 def profile_cases(max_len: int) -> ProfileCases:
@@ -136,8 +128,8 @@ def profile_cases(max_len: int) -> ProfileCases:
         *grid([512], [max_len], [0]),
     ]
     contexts = (max_len // 32, max_len // 2, max_len)
-    others = grid((0, min(48, longest), min(300, longest)), contexts, (0, 6, 12))
-    return ProfileCases(fitted, list(others))
+    held_out = grid((0, min(48, longest), min(300, longest)), contexts, (0, 6, 12))
+    return ProfileCases(fitted, list(held_out))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,12 +152,12 @@ class FittedMachine(CountingMachine):
         self.micro_batches = real.micro_batches
         cases = profile_cases(max_len)
         count = len(cases.fitted)
-        rows, drift = _time(real, [*cases.fitted, *cases.others], max_len, attention)
+        rows, drift = _time(real, [*cases.fitted, *cases.held_out], max_len, attention)
         timed = [(row.shape, row.seconds) for row in rows]
         busy = drift > timing.BUSY
         cost = FittedCost([timed[:count]])
         run = partial(simulate, cost, replicas=real.micro_batches)
-        super().__init__(run, seed=real.seed, shared_prefix=real.shared_prefix, drift=drift)
+        super().__init__(run, real.make_prompts, drift)
         self.cost = cost
         (law,) = cost.laws
         error = percentiles(abs(law.predict(shape) / s - 1) for shape, s in timed[count:])
@@ -183,7 +175,7 @@ class FittedMachine(CountingMachine):
         )
         self.notes = (
             f"{real.notes}fitted to {count} batches\n"
-            f"predictions of {len(cases.others)} others: {timing.TOO_BUSY if busy else quality}\n"
+            f"predictions of {len(cases.held_out)} others: {timing.TOO_BUSY if busy else quality}\n"
         )
 
 

@@ -141,7 +141,8 @@ def serve_pipeline(
     stages = []
     for number, stage in enumerate(summary.stages):
         first_rank = number * ranks.tp
-        start, end = before[first_rank], after[first_rank]
+        start = before[first_rank]
+        end = after[first_rank]
         waited_s = end.waited - start.waited
         own_s = end.now - start.now - waited_s - stage.busy_s
         sums_s = end.summing - start.summing

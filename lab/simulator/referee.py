@@ -1,9 +1,10 @@
-"""The loads on which a policy is held to the rules of policies/referee.py.
+"""The loads on which `bench.py check` holds a policy to the rules of policies/referee.py.
 
     violation = check_policy("my_policy.py:Eager").violation
 
 `check_policy` simulates loads with ample and with tight memory, with small and large chunks, with
-and without prefix caching. Read first: policies/referee.py. Read next: simulation.py.
+and without prefix caching. Read first: policies/referee.py and trial.py, whose smaller loads
+other commands simulate. Read next: simulation.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from lab.simulator.random_loads import RandomLoad, random_load
 from lab.simulator.simulation import simulate
-from policies import ALL_POLICIES, find_policy
+from policies import find_policy
 from policies.custom import PolicyError
 from policies.observers import Iteration
 from policies.referee import RULES, Referee, Violation
@@ -122,24 +123,3 @@ def check_loads(loads: Iterable[tuple[str, RandomLoad]]) -> Verdict:
         iterations += len(simulation.run.iterations)
         wasteful = wasteful or referees.referees[0].wasteful
     return Verdict(iterations, None, wasteful)
-
-
-def broken_rules(policies: Iterable[str]) -> dict[str, Violation]:
-    """{policy: its first Violation} of those policies from files that break a rule.
-
-    Commands that measure call this before: a referee takes time in each iteration, and would take
-    it from the policy. So the loads are those of `check_policy`, not the measured one. Raises
-    TimeoutError for a policy that loops without an end, as every run of it would."""
-    violations: dict[str, Violation] = {}
-    for policy in dict.fromkeys(policies):
-        violation = None if policy in ALL_POLICIES else check_policy(policy).violation
-        if violation and isinstance(violation.error, TimeoutError):
-            raise violation.error
-        if violation:
-            violations[policy] = violation
-    return violations
-
-
-def mark_broken(name: str, rule: str | None) -> str:
-    """The name of a run as tables show it, with the rule that its policy broke, if it did."""
-    return f"{name} (breaks {rule!r})" if rule else name
