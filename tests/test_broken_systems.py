@@ -15,7 +15,7 @@ from tests.broken_systems import SYSTEMS, broken
 from tests.claim_labs import ShortLab
 
 FUNCTIONS = {claim.id: claim.function for claim in CLAIMS}
-TREND_ONLY = set("S-F4a S-F10 SS-F14 SS-F10 SS-F12 SS-T4 B-2 S-F13c B-3 B-7".split())
+TREND_ONLY = set("S-F4a S-F10 SS-F14 SS-F10 SS-F12 SS-T4 SS-F1 B-2 S-F13c B-3 B-7".split())
 TAKE_SECONDS = {"SS-F12", "SS-5.2", "SS-F10", "S-4.4"}
 NOTICED_BY = {  # system: the claims that speak of what is broken
     "weights are read again for each row": (

@@ -36,11 +36,11 @@ def plot_of(**lines):
     return table
 
 
-def expecting(*checks, where=ANYWHERE):
+def expecting(*checks, condition=ANYWHERE):
     """A Finding of these checks, all for the same reason."""
     found = Finding(tables=[PLOT])
     for check in checks:
-        found.expect(check, "It must.", where)
+        found.expect(check, "It must.", condition)
     return found
 
 
@@ -149,16 +149,16 @@ def test_a_plot_is_a_table_with_a_row_for_each_x():
     assert record["lines"]["q"] == {4: 2.0}
 
 
-RIDGE = Condition("the ridge is above 256 rows", is_met=False, here="it is at 20")
+RIDGE = Condition("the ridge is above 256 rows", is_met=False, observed="it is at 20")
 
 
 def test_a_relation_that_need_not_show_says_where_it_would():
-    (check,) = expecting(less(1, A), where=RIDGE).checks
+    (check,) = expecting(less(1, A), condition=RIDGE).checks
     assert not check.holds
     assert str(check) == (
         "1 < a: not at 1; expected only where the ridge is above 256 rows, and it is at 20"
     )
-    assert expecting(less(0.5, A), where=RIDGE).failures() == []  # it may show all the same
+    assert expecting(less(0.5, A), condition=RIDGE).failures() == []  # it may show all the same
 
 
 RATIO = replace(PLOT, spec=".2fx")["a"]  # 1, 2, 4
@@ -169,6 +169,8 @@ SIZES_OF_EFFECTS = [  # (paper, ours, within, the same size)
     (1.4, 2.0, 2.0, False),
     (0.5, 2.0, 2.0, False),  # a loss is no gain
     (1.4, 2.0, None, True),  # not compared
+    (1.0, 2.0, 2.0, True),  # no effect: the ratios themselves are compared
+    (1.0, 2.0, 1.9, False),
     (Bounded(2.5, "at least"), 2.0, 1.5, True),
     (Bounded(2.6, "at least"), 2.0, 1.5, False),
     (Bounded(1.1, "at least"), 2.0, 1.5, True),
@@ -190,6 +192,14 @@ def test_numbers_that_are_no_ratio_are_compared_from_zero():
     assert not number(4.1, A_HALF, at=1).is_same_size  # ours is not known
 
 
+def test_a_bound_is_met_on_its_side():
+    numbers = [number(Bounded(2, "at least"), A, at=x) for x in (1, 2, 3)]
+    numbers += [number(Bounded(2, "below"), A, at=x) for x in (1, 2, 3)]
+    assert [each.is_met for each in numbers] == [False, True, True, True, False, False]
+    assert number(2, A).is_met is None
+    assert number(Bounded(2, "below"), A, device="H100").is_met is None
+
+
 def test_a_number_is_printed_with_its_unit_and_place():
     assert str(number(3, A, unit=" s")) == "tokens: 3.00 s, here 2.00 s at x 2"
     chats = Table("", x="lengths", y="s", spec=".1fx")
@@ -201,12 +211,15 @@ def test_a_number_is_printed_with_its_unit_and_place():
 COUNTED = replace(PLOT, timed=False)["a"]
 SAME = number(2.0, A)
 SMALL = number(9.0, A)
+NOT_COMPARED = number(2.0, A, within=None)
 VERDICTS = [  # (checks, numbers, busy, verdict)
     ([less(0, A)], [SAME], False, "as in the paper"),
     ([less(0, A)], [], False, "as in the paper"),
+    ([less(0, A)], [NOT_COMPARED], False, "trend only"),
+    ([less(0, A)], [NOT_COMPARED, SAME], False, "as in the paper"),
     ([less(0, A)], [SAME, SMALL], False, "trend only"),
     ([less(0, A), less(1, A)], [SAME], False, "not seen here"),
-    ([replace(less(1, A), where=RIDGE)], [SAME], False, "not seen here"),
+    ([replace(less(1, A), condition=RIDGE)], [SAME], False, "not seen here"),
     ([less(0, A)], [SAME], True, "too busy to tell"),
     ([less(1, A)], [SAME], True, "too busy to tell"),
     ([less(0, COUNTED)], [], True, "as in the paper"),  # nothing in it was timed

@@ -114,7 +114,50 @@ def test_capacities_are_those_at_the_slos_beside_them():
                 assert rates_of_row == pytest.approx([slo_s, 2 * slo_s, 4 * slo_s])
         assert set(gains.lines["over orca"].values()) == {4.0}
         for number in found.published:
-            assert number.here == (4.0 if "over orca" in number.text else 2.0)
+            assert number.here == (2.0 if "over vllm" in number.text else 4.0)
+    of_falcon = [number.here for number in found.published if number.paper == 5.6]
+    assert of_falcon == [4.0, 4.0]  # over orca, the largest, at both SLOs
+
+
+def test_across_nodes_gains_are_compared_at_both_slos():
+    """SS-F13: five and 25 decode iterations, and 1 and 5 s. Here a gain is four times the SLO."""
+
+    def rates(function, jobs):
+        assert function is find_capacities
+        return [
+            {
+                target: Bounded(4.0 * target.slo_s if "sarathi" in target.policy else 1.0)
+                for target in job.targets
+            }
+            for job in jobs
+        ]
+
+    base_s = base_of(FALCON_180B.cost(0.0)).seconds
+    (found,) = simulated("nodes", run=rates).values()
+    gains = {each.text: each.here for each in found.published if each.text.startswith("over")}
+    strict, relaxed = [f"over vllm, TP 4 x PP 2, {slo}" for slo in ("strict", "relaxed")]
+    expected = {
+        "over vllm, TP 8, strict: at 5 and 25 decode iterations": 20 * base_s,
+        f"{strict}: at 5 and 25 decode iterations": 20 * base_s,
+        f"{relaxed}: at 5 and 25 decode iterations": 100 * base_s,
+        "over vllm, TP 8, strict: at the SLOs of the paper's Table 3": 4,
+        f"{strict}: at the SLOs of the paper's Table 3": 4,
+        f"{relaxed}: at the SLOs of the paper's Table 3": 20,
+    }
+    assert gains == pytest.approx(expected)
+
+
+def test_the_numbers_that_constants_were_fitted_to_are_marked():
+    """Table 2 without what riding makes of it, the times of Figure 7, 27 and 11, the assumptions of
+    S-F12, and the first prompt of SS-F14."""
+    fitted = {
+        claim_id: [number["text"] for number in row["numbers"] if number["fitted"]]
+        for claim_id, row in KEPT.items()
+    }
+    counts = {claim_id: len(texts) for claim_id, texts in fitted.items() if texts}
+    assert counts == {"S-F8": 6, "S-F7": 3, "S-4.3.1": 2, "SS-F14": 4, "S-F12": 4}
+    assert all("gpt3" in text for text in fitted["S-4.3.1"])
+    assert all("2,047" in text for text in fitted["SS-F14"])
 
 
 def test_sarathi_serve_has_the_budgets_of_the_paper():

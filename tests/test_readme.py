@@ -118,14 +118,29 @@ def test_docstrings_lead_through_the_core_in_the_order_of_the_readme():
 def test_the_simulator_counts_what_is_off_as_its_results_do():
     results = json.loads((ROOT / "results/simulated/simulated.json").read_text())
     numbers = [number for claim in results["claims"] for number in claim["numbers"]]
-    errors = [abs(number["error"]) for number in numbers if number["error"] is not None]
-    within_10, within_25 = [sum(error <= limit for error in errors) for limit in (0.1, 0.25)]
-    text = TEXTS["lab/simulator/"]
-    said = f"Of {len(errors)} comparisons {within_10} come out within 10 %, and {within_25} within"
-    assert said in text
-    table = text.partition("| comparison | how many |")[2].partition("\n\n")[0]
+    by_fitted: dict[bool, list[float]] = {True: [], False: []}
+    for number in numbers:
+        if number["error"] is not None:
+            by_fitted[number["fitted"]].append(abs(number["error"]))
+
+    def within(limit, fitted):
+        return sum(error <= limit for error in by_fitted[fitted])
+
+    text = " ".join(TEXTS["lab/simulator/"].split())
+    unfitted = f"Of {len(by_fitted[False])} published numbers that nothing was fitted to"
+    unfitted += f" {within(0.1, False)} come out within 10 %, and {within(0.25, False)} within 25 %"
+    assert unfitted in text
+    fitted = f"Of {len(by_fitted[True])} that constants were fitted to {within(0.1, True)} and"
+    assert f"{fitted} {within(0.25, True)} come out" in text
+    short = f"Of {len(by_fitted[False])} numbers that nothing was fitted to, {within(0.1, False)}"
+    assert f"{short} are within 10 %" in " ".join(MAIN.split())
+    met = [number["met"] for number in numbers if number["met"] is not None]
+    assert f"and {sum(met)} of {len(met)} bounds are met" in text
+    table = TEXTS["lab/simulator/"].partition("| comparison | how many |")[2].partition("\n\n")[0]
     off = [int(line.split("|")[2]) for line in table.splitlines()[2:]]
-    assert sum(off) == len(errors) - within_25
+    in_all = sum(map(len, by_fitted.values()))
+    missed = in_all - within(0.25, True) - within(0.25, False) + met.count(False)
+    assert sum(off) == missed and f"The other {missed} (" in text
 
 
 def test_the_usage_runs(capsys):

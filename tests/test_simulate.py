@@ -51,7 +51,8 @@ def test_every_claim_is_printed_and_written_alike(tmp_path, capsys):
     ids = [row["claim"] for row in report["claims"]]
     assert ids == ["S-F8", "S-F7", "S-F3", "S-F4a", "S-4.2", "S-4.3.1", "SS-F8"]
     tables = iter(printed_tables(text))
-    errors = []
+    errors = {True: [], False: []}  # of the numbers that were fitted, and of the others
+    bounds = []
     for row in report["claims"]:
         assert f"{row['title']}\n" in text
         assert f"\n{row['text']}\n" in text
@@ -61,22 +62,32 @@ def test_every_claim_is_printed_and_written_alike(tmp_path, capsys):
             for (name, _, _, printed_error), number in zip(lines, row["numbers"], strict=True):
                 assert name == number["text"]
                 error = number["error"]
+                if number["met"] is not None:
+                    assert printed_error == ("met" if number["met"] else "not met")
+                    bounds.append(number["met"])
+                    continue
+                assert printed_error.endswith(" (fitted)") == number["fitted"]
                 if error is None:
                     assert printed_error == "-"
                     continue
                 assert error == pytest.approx(number["simulated"] / number["paper"] - 1)
-                assert float(printed_error.rstrip("%")) == pytest.approx(100 * error, abs=0.51)
-                errors.append(abs(error))
+                percent = float(printed_error.split()[0].rstrip("%"))
+                assert percent == pytest.approx(100 * error, abs=0.51)
+                errors[number["fitted"]].append(abs(error))
         for table in row["tables"]:
             assert next(tables)[0] == [table["x"], *table["lines"]]
     assert next(tables, None) is None
     pictures = [tmp_path / f"p-{claim_id}.png" for claim_id in ids]
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
     assert text.endswith("".join(f"wrote {path}\n" for path in [file, *pictures]))
-    within_10, within_25 = (sum(error <= limit for error in errors) for limit in (0.1, 0.25))
-    counts = f"Of {len(errors)} published numbers {within_10} came out within 10%, {within_25}\n"
-    assert len(errors) > 20
-    assert counts in text
+    for is_fitted, start in ((False, "that nothing was fitted to"), (True, "2,047)")):
+        sizes = errors[is_fitted]
+        within_10, within_25 = (sum(size <= limit for size in sizes) for limit in (0.1, 0.25))
+        counts = f"{within_10} of {len(sizes)} within 10%, {within_25} within 25%"
+        assert len(sizes) > 10
+        assert f"{start}: {counts}\n" in text
+    assert f'- bounds, such as "below 5%": {sum(bounds)} of {len(bounds)}\n' in text
+    assert bounds == [False]  # of a prefill the other operations take 9 %
 
 
 def processes_of(session):

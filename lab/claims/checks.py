@@ -22,10 +22,10 @@ class Condition:
 
     description: str  # "the ridge is above 256 rows"
     is_met: bool
-    here: str  # what is known of this device: "it is at 20"
+    observed: str  # what is known of this device: "it is at 20"
 
 
-ANYWHERE = Condition("any device computes", is_met=True, here="")
+ANYWHERE = Condition("any device computes", is_met=True, observed="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Check:
     title: str = ""  # of the table
     timed: bool = True  # whether measured times are compared, which other programs may disturb
     because: str = ""  # a sentence: why it follows from the arithmetic
-    where: Condition = ANYWHERE
+    condition: Condition = ANYWHERE
 
     @property
     def holds(self) -> bool:
@@ -49,16 +49,17 @@ class Check:
         if self.holds:
             return ""
         text = f"{self.title}: {self.description}: {self.failure}".removeprefix(": ")
-        if self.where.is_met:
+        if self.condition.is_met:
             return f"{text}; it should be so: {self.because.removesuffix('.')}"
-        return f"{text}; expected only where {self.where.description}, and {self.where.here}"
+        condition = self.condition
+        return f"{text}; expected only where {condition.description}, and {condition.observed}"
 
     @property
     def reason(self) -> str:
         """What is checked, where, and why it must show: a sentence."""
-        where = "" if self.where == ANYWHERE else f", where {self.where.description}"
+        place = "" if self.condition == ANYWHERE else f", where {self.condition.description}"
         title = f"{self.title}: " if self.title else ""
-        return f"{title}{self.description}{where}: {self.because}"
+        return f"{title}{self.description}{place}: {self.because}"
 
 
 def rises(line: Line) -> Check:
@@ -96,11 +97,11 @@ def less(*terms: Line | float, at: Literal["start", "end", ""] = "") -> Check:
     is_known = False
     for x in xs:
         numbers = [term.at(x) if isinstance(term, Line) else term for term in terms]
-        known = [number for number in numbers if number is not None]
-        if len(known) < len(numbers):
+        known_numbers = [number for number in numbers if number is not None]
+        if len(known_numbers) < len(numbers):
             continue
         is_known = True
-        if not all(low < high for low, high in pairwise(known)):
+        if not all(low < high for low, high in pairwise(known_numbers)):
             failed_at.append(show(x, ","))
     failure = f"not at {', '.join(failed_at)}" if failed_at else ""
     return Check(

@@ -38,7 +38,8 @@ class Published:
     """A number of the paper, and ours beside it.
 
     Their effects are compared. That of a ratio, printed as "1.33x", is how far it is from 1: a gain
-    of 1.1x is a third of one of 1.3x. A Bounded number of a paper is met by any on its side."""
+    of 1.1x is a third of one of 1.3x. A paper's ratio of 1 has no effect: with it the ratio itself
+    is compared. A Bounded number of a paper is met by any on its side."""
 
     text: str  # what the paper measured: "gain at 1K, B = 6"
     paper: float
@@ -53,6 +54,12 @@ class Published:
     is_of_another_device: bool  # than the other numbers of the claim
     within: float | None  # None: depends on the machine, and is shown only
     unit: str  # stands after both numbers, with its space
+    is_fitted: bool = False  # whether a constant of the cost model was fitted to the paper's
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the verdict depends on it."""
+        return self.within is not None
 
     @property
     def is_same_size(self) -> bool:
@@ -61,7 +68,7 @@ class Published:
             return True
         if self.here is None:
             return False
-        no_effect = 1.0 if self.spec.endswith("x") else 0.0
+        no_effect = 1.0 if self.spec.endswith("x") and self.paper != 1 else 0.0
         share = (self.here - no_effect) / (self.paper - no_effect)
         bound = self.paper.bound if isinstance(self.paper, Bounded) else ""
         is_large_enough = bound == "below" or share >= 1 / self.within
@@ -78,6 +85,16 @@ class Published:
         if isinstance(self.here, Bounded) and self.here.bound:
             return math.inf
         return self.here / self.paper - 1
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether ours is on the paper's side of its bound; None if ours is not known, or if the
+        paper's is no bound, or of another device."""
+        if self.here is None or not isinstance(self.paper, Bounded) or self.is_of_another_device:
+            return None
+        if self.paper.bound == "at least":
+            return self.here >= self.paper
+        return self.here < self.paper
 
     @property
     def paper_text(self) -> str:
@@ -116,9 +133,9 @@ class Finding:
         self.tables.append(Table(*fields, **more_fields))
         return self.tables[-1]
 
-    def expect(self, check: Check, because: str, where: Condition = ANYWHERE) -> None:
+    def expect(self, check: Check, because: str, condition: Condition = ANYWHERE) -> None:
         """Add a relation that must show, the sentence that says why, and on which devices."""
-        self.checks.append(replace(check, because=because, where=where))
+        self.checks.append(replace(check, because=because, condition=condition))
 
     def publish(
         self,
@@ -130,17 +147,18 @@ class Finding:
         device: str | None = None,
         within: float | None = SAME_SIZE,
         unit: str = "",
+        fitted: bool = False,
     ) -> None:
         """Add a number of the paper; ours is that of `line` at `at`, which may be `max` or `min`:
         where the line is largest or smallest. See Published."""
         x = line.x_of(at) if callable(at) else at
-        shown = [line.values is table.lines.get(line.name) for table in self.tables]
+        shows_line = [line.values is table.lines.get(line.name) for table in self.tables]
         number = Published(
             text=text,
             paper=paper,
             here=line.at(x),
             line=line.name,
-            table=shown.index(True) if any(shown) else None,
+            table=shows_line.index(True) if any(shows_line) else None,
             x=line.table.x,
             at=x,
             spec=line.spec,
@@ -149,14 +167,16 @@ class Finding:
             is_of_another_device=device is not None,
             within=within,
             unit=unit,
+            is_fitted=fitted,
         )
         self.published.append(number)
 
     @property
     def is_timed(self) -> bool:
         """Whether the verdict depends on measured times, not only on what is counted."""
-        compared = [number for number in self.published if number.within is not None]
-        return any(each.timed for each in (*self.checks, *compared))
+        if any(check.timed for check in self.checks):
+            return True
+        return any(number.timed for number in self.published if number.is_compared)
 
     def failures(self, busy: bool = False) -> list[Check]:
         """The checks that do not hold. Of a busy machine those count that compare no times."""
@@ -168,16 +188,21 @@ class Finding:
             return "not seen here"
         if busy and self.is_timed:
             return "too busy to tell"
-        if all(number.is_same_size for number in self.published):
-            return "as in the paper"
-        return "trend only"
+        return "trend only" if self.shortfall else "as in the paper"
+
+    @property
+    def shortfall(self) -> str:
+        """The numbers that are not of the paper's size, or that none of its numbers is compared; ""
+        if there is nothing of both."""
+        if self.published and not any(number.is_compared for number in self.published):
+            return "no number of the paper is compared"
+        return "; ".join(str(number) for number in self.published if not number.is_same_size)
 
     def why(self, busy: bool) -> str:
         """The reason for a verdict other than "as in the paper"; "" for that one."""
         if self.verdict(busy) == "too busy to tell":
             return "other programs used the machine"
-        others = [number for number in self.published if not number.is_same_size]
-        return "; ".join(map(str, self.failures(busy) or others))
+        return "; ".join(map(str, self.failures(busy))) or self.shortfall
 
     def numbers_in(self, table: Table) -> dict[tuple[str, X], str]:
         """The texts of the paper's numbers whose place is in a table, {(line, x): text}."""
@@ -203,7 +228,8 @@ class Finding:
         """The Finding of to_json()."""
         finding = cls(tables=[Table.from_json(table) for table in row["tables"]])
         for check in row["checks"]:
-            finding.checks.append(Check(**check | {"where": Condition(**check["where"])}))
+            condition = Condition(**check["condition"])
+            finding.checks.append(Check(**check | {"condition": condition}))
         for number in row["numbers"]:
             bounded = {name: from_text(number[name]) for name in ("paper", "here")}
             finding.published.append(Published(**number | bounded))

@@ -65,18 +65,20 @@ class CostLab(Lab):
         repeats: int = 5,
     ) -> dict[str, SequenceTime]:
         """As Lab.time. The times of some layers are a share of those of all."""
-        return {
-            name: add_up(self.model, sequence, [self.time_of(batch, layers) for batch in sequence])
-            for name, sequence in sequences.items()
-        }
+        times = {}
+        for name, sequence in sequences.items():
+            of_batches = [self.time_of(batch, layers) for batch in sequence]
+            times[name] = add_up(self.model, sequence, of_batches)
+        return times
 
     def time_of(self, batch: Batch, layers: int | None = None, head: bool = False) -> BatchTime:
         """The BatchTime of a batch. With all layers the total has all that an iteration takes, with
         head and CPU time; `head`: the products have the head, too."""
         share = 1e3 * (layers or self.cost.layers)
         chunks = [(None, chunk.end - chunk.tokens, chunk.tokens) for chunk in batch]
+        tokens = sum(chunk.tokens for chunk in batch)
         times = self.cost.layer_seconds(chunks)
-        operations = self._operation_seconds(sum(chunk.tokens for chunk in batch), times.linear)
+        operations = self._operation_seconds(tokens, times.linear)
         total_ms = share * sum(times) if layers else 1e3 * self.cost.seconds(chunks)
         head_ms = 0.0
         if head:
@@ -109,7 +111,9 @@ class CostLab(Lab):
     def decode_maximal(self, *, context: int, batch: int, chunk: int) -> DecodeMaximal:
         """As Lab.decode_maximal."""
         batches = table_2_batches(context, batch, chunk)
-        times = {name: self.time_of(each, head=True) for name, each in batches.items()}
+        times = {}
+        for name, hybrid in batches.items():
+            times[name] = self.time_of(hybrid, head=True)
         return compare_decodes(times, context, batch, chunk)
 
     def gains(
@@ -118,8 +122,10 @@ class CostLab(Lab):
         """As Lab.gains."""
         offline_load = load.offline(pd_ratio, self.rounds * load.batch)
         arrivals = offline_load.arrivals()
-        configs = run_plan(policies, [load.length], offline_load.config(load.chunk))
-        jobs = {name: OfflineJob(self.cost, each, arrivals) for name, each in configs.items()}
+        config = offline_load.config(load.chunk)
+        jobs = {}
+        for name, policy_config in run_plan(policies, [load.length], config).items():
+            jobs[name] = OfflineJob(self.cost, policy_config, arrivals)
         runs = self.setup.run_all(offline, jobs)
         base_s = runs["request-level"].makespan_s
         return {name: base_s / run.makespan_s for name, run in runs.items()}
@@ -131,7 +137,8 @@ class CostLab(Lab):
             rows = []
             for budget, at, riding in cases:
                 chunk: Batch = (TimedChunk(budget - riding, budget),) if budget > riding else ()
-                seconds = self.time_of((*chunk, *decode_batch(riding, at))).total_ms / 1e3
+                batch = (*chunk, *decode_batch(riding, at))
+                seconds = self.time_of(batch).total_ms / 1e3
                 rows.append(Profiled(budget, at, riding, seconds))
             return rows
 

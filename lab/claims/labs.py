@@ -214,13 +214,13 @@ class Lab:
 
     def ridge_above(self, rows: float) -> Condition:
         """A batch of so many rows takes no longer than the reading of the weights."""
-        here = f"it is at {self.ridge:.0f}"
-        return Condition(f"the ridge is above {rows:g} rows", self.ridge > rows, here)
+        observed = f"it is at {self.ridge:.0f}"
+        return Condition(f"the ridge is above {rows:g} rows", self.ridge > rows, observed)
 
     def ridge_below(self, rows: float) -> Condition:
         """A batch of so many rows takes longer than the reading of the weights."""
-        here = f"it is at {self.ridge:.0f}"
-        return Condition(f"the ridge is below {rows:g} rows", self.ridge < rows, here)
+        observed = f"it is at {self.ridge:.0f}"
+        return Condition(f"the ridge is below {rows:g} rows", self.ridge < rows, observed)
 
     def riding_pays(self, batch: int, chunk: int) -> Condition:
         """Matrix products alone promise a clear gain of decode-maximal batches (SARATHI §4.4).

@@ -12,7 +12,7 @@ from dataclasses import replace
 from lab.claims.checks import Condition, falls, less, rises
 from lab.claims.claim import LLAMA_13B, MISTRAL_7B, Finding, claim
 from lab.claims.labs import Lab
-from lab.claims.table import Line, Table, line, over
+from lab.claims.table import Line, Table, X, Y, line, over
 from lab.measure.batch_times import Batch, TimedChunk, decodes, prompts
 from lab.measure.capacity import Bounded
 from lab.simulator.cost_model import BYTES, matrices
@@ -40,19 +40,24 @@ def s_f3(lab: Lab) -> Finding:
         lab.ridge_above(10),
     )
     length = lab.scaled(1024)
-    cases = {"several prompts": [prompts(32, length // 32)], "one": [prompts(1, length)]}
+    cases = {
+        "several prompts": [prompts(32, length // 32)],
+        "one": [prompts(1, length)],
+    }
     several, one = lab.time(cases).values()
+    ratio = over(several.total_ms, one.total_ms)
+    several_over_one = line("several prompts over one", {length: ratio})
     finding.expect(
-        less(line("several prompts over one", {length: over(several.total_ms, one.total_ms)}), 2),
-        "Rows of all prompts of a batch are rows of the same products.",
+        less(several_over_one, 2), "Rows of all prompts of a batch are rows of the same products."
     )
     finding.expect(falls(shares["decode: linear"]), own_keys)
     finding.expect(rises(shares["decode: attention"]), own_keys)
-    for size, paper in {1: 200, 2: 100, 18: 16.7}.items():
+    published = {1: 200, 2: 100, 18: 16.7}  # batch -> tokens
+    for size, paper in published.items():
         finding.publish(f"prefill tokens that cost a decode, B = {size}", paper, costs, size)
-    others = Bounded(0.05, "below")
+    a_twentieth = Bounded(0.05, "below")
     text = "share of the other operations in a prefill"
-    finding.publish(text, others, shares["prefill: other"], 1)
+    finding.publish(text, a_twentieth, shares["prefill: other"], 1)
     four_fifths = Bounded(0.8, "at least")
     text = "share of the linear layers in a prefill"
     linear_share = shares["prefill: linear"]
@@ -76,24 +81,33 @@ def times_per_token(lab: Lab, finding: Finding) -> tuple[Table, Table, Table]:
     shares = finding.table("share of the time", "batch", "share", ".0%", "x")
     linear = Table("linear layers", x="batch")
     for size in BATCH_SIZES:
-        case = {"prefill": [prompts(size, length)]} if size <= max_prompts else {}
-        case["decode"] = [decodes(size, length)]
+        case = {"decode": [decodes(size, length)]}
+        if size <= max_prompts:
+            case = {"prefill": [prompts(size, length)]} | case
         for kind, time in lab.time(case).items():
-            parts_ms = {name: ms / time.tokens for name, ms in time.parts_ms.items()}
-            by_operation[kind].add(size, parts_ms)
+            for name, ms in time.parts_ms.items():
+                by_operation[kind].add(size, {name: ms / time.tokens})
             per_token.add(size, {kind: time.total_ms / time.tokens})
             linear.add(size, {kind: time.products_ms / time.tokens})
-            shares.add(size, {f"{kind}: linear": time.products_ms / time.total_ms})
-            shares.add(size, {f"{kind}: attention": time.attention_ms / time.total_ms})
-            shares.add(size, {f"{kind}: other": time.other_ms / time.total_ms})
+            operations_ms = {
+                "linear": time.products_ms,
+                "attention": time.attention_ms,
+                "other": time.other_ms,
+            }
+            for name, ms in operations_ms.items():
+                shares.add(size, {f"{kind}: {name}": ms / time.total_ms})
     return per_token, linear, shares
 
 
 def in_prompt_tokens(per_token: Table) -> Line:
     """What a decode costs, in tokens of a prefill of as many prompts, or of one where these take
     too long to measure: the tokens of several prompts cost as much."""
-    prefill, decode = per_token["prefill"], per_token["decode"]
-    costs = {x: over(y, prefill.at(x) or prefill.at(1)) for x, y in decode.values.items()}
+    prefill = per_token["prefill"]
+    decode = per_token["decode"]
+    costs: dict[X, Y] = {}
+    for batch, decode_ms in decode.values.items():
+        prefill_ms = prefill.at(batch) or prefill.at(1)
+        costs[batch] = over(decode_ms, prefill_ms)
     return line("decode / prefill", costs, title=per_token.title, x="B =", spec=".3g")
 
 
@@ -112,7 +126,9 @@ def s_f4a(lab: Lab) -> Finding:
     234.8 ms for 1,024 tokens, which are 174 for one. In the cost model 256 tokens are whole tiles,
     at full rate."""
     chunk_sizes = lab.pick(
-        powers_of_two(4096), cpu=powers_of_two(2048), quick=[1, 16, 64, 256, 512]
+        powers_of_two(4096),
+        cpu=powers_of_two(2048),
+        quick=[1, 16, 64, 256, 512],
     )
     one_layer = lab.pick(powers_of_two(512), quick=[1, 16, 64, 256])  # leaves memory for more
     all_layers = lab.pick(powers_of_two(16), cpu=powers_of_two(64), quick=[])
@@ -123,7 +139,8 @@ def s_f4a(lab: Lab) -> Finding:
     of_a_layer = finding.tables[0]
     title = of_a_layer.title
     prefill = of_a_layer["prefill"]
-    shares = {x: over(y, prefill.at(512)) for x, y in prefill.values.items()}
+    of_512 = prefill.at(512)
+    shares = {tokens: over(y, of_512) for tokens, y in prefill.values.items()}
     few = line("16 over 512 tokens", {"prefill": shares[16]}, title=title)
     saturations = {each.name: saturation_of(each) for each in of_a_layer}
     saturates = line("saturates", saturations, title=title, x="of", spec=",.0f")
@@ -139,7 +156,9 @@ def s_f4a(lab: Lab) -> Finding:
     finding.publish(text, 1 - LESS_AT_256, share, 256)
     finding.publish("tokens at which prefill saturates", 512, saturates, "prefill")
     finding.publish("batch at which decode saturates, contexts of 1,024", 256, saturates, "decode")
-    for tokens, paper in {256: 180 * (1 - LESS_AT_256), 512: 180}.items():
+    peak = 180
+    published = {256: peak * (1 - LESS_AT_256), 512: peak}
+    for tokens, paper in published.items():
         text = f"throughput of {tokens} tokens of prefill in one layer"
         finding.publish(text, paper, prefill, tokens, within=None, unit=" tokens/ms")
     return finding
@@ -155,16 +174,20 @@ def add_throughput(
 ) -> None:
     """Add a table of the throughput of chunks and of decodes, in so many layers or in all."""
     table = finding.table(title, "tokens", "tokens per ms", ".3g", "xy")
-    for tokens, time in lab.time(first_chunks(lab, chunk_sizes), layers).items():
+    chunks = first_chunks(lab, chunk_sizes)
+    for tokens, time in lab.time(chunks, layers).items():
         table.add(int(tokens), {"prefill": time.tokens_per_ms})
+    context = lab.scaled(1024)
     for count in batch_sizes:
-        times = lab.time({"batch": [decodes(count, lab.scaled(1024))]}, layers)
+        batch = decodes(count, context)
+        times = lab.time({"batch": [batch]}, layers)
         table.add(count, {"decode": times["batch"].tokens_per_ms})
 
 
 def first_chunks(lab: Lab, sizes: list[int]) -> dict[str, list[Batch]]:
     """Chunks of so many tokens, by their sizes, after as few as the lab can time them."""
-    return {str(tokens): [(TimedChunk(tokens, lab.cached_tokens + tokens),)] for tokens in sizes}
+    chunks = [TimedChunk(tokens, lab.cached_tokens + tokens) for tokens in sizes]
+    return {str(chunk.tokens): [(chunk,)] for chunk in chunks}
 
 
 def powers_of_two(last: int) -> list[int]:
@@ -174,9 +197,9 @@ def powers_of_two(last: int) -> list[int]:
 
 def saturation_of(throughput: Line) -> float:
     """The fewest tokens with a throughput that is marginally below the largest."""
-    known = throughput.known
-    least = (1 - LESS_AT_256) * max(known.values())
-    return min(float(x) for x, y in known.items() if y >= least)
+    tokens_per_ms = throughput.known
+    threshold = (1 - LESS_AT_256) * max(tokens_per_ms.values())
+    return min(float(x) for x, y in tokens_per_ms.items() if y >= threshold)
 
 
 @claim(
@@ -202,9 +225,8 @@ def s_f4b(lab: Lab) -> Finding:
                 table.add(size, {name: intensity[name]})
             table.add(size, {"ridge": ridge})
     prefill, decode = finding.tables
-    products, attention = [
-        replace(prefill[name] / decode[name], spec=",.0fx") for name in ("products", "attention")
-    ]
+    products = replace(prefill["products"] / decode["products"], spec=",.0fx")
+    attention = replace(prefill["attention"] / decode["attention"], spec=",.0fx")
     n_embd = lab.model.config.n_embd
     finding.expect(
         less(100, products, at="start"),
@@ -221,7 +243,8 @@ def s_f4b(lab: Lab) -> Finding:
         text = f"intensity of {name}, prefill over decode, B = 1"
         finding.publish(text, Bounded(100, "at least"), ratio, 1)
     text = "ridge of an A6000 without tensor cores"
-    finding.publish(text, 53, decode["ridge"], 1, within=None, unit=" flops per byte")
+    ridge_here = decode["ridge"]
+    finding.publish(text, 53, ridge_here, 1, within=None, unit=" flops per byte")
     return finding
 
 
@@ -236,7 +259,13 @@ def s_3_1(lab: Lab) -> Finding:
     device = DEVICES["a6000"]
     ridge = device.flops_per_s / device.bytes_per_s
     finding = Finding(LLAMA_13B)
-    axes = {"x": "decodes", "y": "flops per byte", "spec": ".3g", "log": "xy", "timed": False}
+    axes = {
+        "x": "decodes",
+        "y": "flops per byte",
+        "spec": ".3g",
+        "log": "xy",
+        "timed": False,
+    }
     intensity = finding.table("of LLaMA-13B", **axes)
     over_ridge = finding.table(
         "over the ridge of an A6000", "decodes", "times", ".2f", "x", timed=False
@@ -248,17 +277,20 @@ def s_3_1(lab: Lab) -> Finding:
         linear = linear_intensity(config, batch)
         intensity.add(batch, {name: linear, "attention": attention, "ridge": ridge})
         over_ridge.add(batch, {name: linear / ridge})
-        of_this_model.add(batch, {name: lab.intensities([decodes(batch, 1)])["products"]})
+        intensities = lab.intensities([decodes(batch, 1)])
+        of_this_model.add(batch, {name: intensities["products"]})
     finding.expect(rises(intensity[name]), SHARED)
     finding.expect(rises(of_this_model[name]), SHARED)
     finding.expect(
         less(0.99, intensity["attention"], 1.01),
         "Each decode reads keys and values of its own, so that a batch shares nothing of them.",
     )
+    linear_over_ridge = over_ridge[name]
+    computing = Bounded(1.0, "at least")
+    reading = Bounded(1.0, "below")
     text = "256 decodes, where they start to be compute-intensive"
-    finding.publish(text, Bounded(1.0, "at least"), over_ridge[name], 256, within=1)
-    text = "18 decodes, memory-bound"
-    finding.publish(text, Bounded(1.0, "below"), over_ridge[name], 18, within=1)
+    finding.publish(text, computing, linear_over_ridge, 256, within=1)
+    finding.publish("18 decodes, memory-bound", reading, linear_over_ridge, 18, within=1)
     return finding
 
 
@@ -297,12 +329,18 @@ def s_f7(lab: Lab) -> Finding:
         quick=[1, 16, 64, 127, 128, 129, 255, 256, 257, 512],
     )
     finding = Finding(LLAMA_13B)
-    table = finding.table(x="tokens", y="ms", spec=".1f", ticks=(1, 128, 256, 384))
-    for tokens, time in lab.time(first_chunks(lab, sizes), repeats=9).items():
-        table.add(int(tokens), {"iteration": time.total_ms, "linear layers": time.products_ms})
+    ticks = (1, 128, 256, 384)
+    table = finding.table(x="tokens", y="ms", spec=".1f", ticks=ticks)
+    chunks = first_chunks(lab, sizes)
+    for tokens, time in lab.time(chunks, repeats=9).items():
+        table.add(int(tokens), {"iteration": time.total_ms})
+        table.add(int(tokens), {"linear layers": time.products_ms})
     iteration, linear = table
     doubling = {128: 64, 256: 128, 512: 256}
-    step = over_fewer(iteration, "one token more", {256: 255, 257: 256})
+    one_less = {256: 255, 257: 256}
+    step = over_fewer(iteration, "one token more", one_less)
+    few_over_one = over_fewer(linear, "16 tokens over one", {16: 1})
+    doubled_linear = over_fewer(linear, "twice the tokens", doubling)
     finding.expect(
         less(1.1, step, at="end"),
         "The 257th row begins a third tile, which is computed whole.",
@@ -312,25 +350,36 @@ def s_f7(lab: Lab) -> Finding:
         less(step, 1.1, at="start"), "The 256th row fills a tile that is computed whole anyway."
     )
     finding.expect(
-        less(over_fewer(linear, "16 tokens over one", {16: 1}), 2),
+        less(few_over_one, 2),
         "Below the ridge the linear layers take as long as their weights to read.",
         lab.ridge_above(16),
     )
     finding.expect(
-        less(1.5, over_fewer(linear, "twice the tokens", doubling), at="end"),
+        less(1.5, doubled_linear, at="end"),
         "Above the ridge each row is computed, and takes its time.",
         lab.ridge_below(256),
     )
     finding.publish("257 tokens over 256", 1.32, step, 257)
     doubled = over_fewer(iteration, "twice the tokens", doubling)
     finding.publish("256 tokens over 128", 1.27, doubled, 256)
-    for tokens, paper_ms in {128: 55, 256: 69.8, 257: 92.33}.items():
+    published_ms = {128: 55, 256: 69.8, 257: 92.33}
+    for tokens, paper_ms in published_ms.items():
         text = f"iteration of {tokens} tokens"
-        finding.publish(text, paper_ms, iteration, tokens, within=None, unit=" ms")
+        finding.publish(
+            text,
+            paper_ms,
+            iteration,
+            tokens,
+            within=None,
+            unit=" ms",
+            fitted=True,
+        )
     return finding
 
 
 def over_fewer(times: Line, title: str, pairs: dict[int, int]) -> Line:
     """How many times as long so many tokens take as fewer: {tokens: fewer tokens}."""
-    ratios = {tokens: over(times.at(tokens), times.at(fewer)) for tokens, fewer in pairs.items()}
+    ratios: dict[X, Y] = {}
+    for tokens, fewer in pairs.items():
+        ratios[tokens] = over(times.at(tokens), times.at(fewer))
     return line(times.name, ratios, title=title, x="tokens")

@@ -24,15 +24,18 @@ def draw(
 ) -> Figure:
     """Write the picture of a Finding to `file`. The title begins with the id of the claim. The
     machine is None where it was simulated."""
-    if any(len(table.xs) > MANY and isinstance(table.xs[0], str) for table in finding.tables):
+    if any(has_many_texts(table) for table in finding.tables):
         return plot_beside_published(rows_of(finding), title, file, machine)
     marks: list[list[Mark]] = [[] for _ in finding.tables]
     beside: dict[str, dict[str, Beside]] = {}
     for number in filter(is_comparable, finding.published):
-        if number.table is not None and has_room(finding.tables[number.table], number):
-            marks[number.table].append(Mark(number.line, number.at, number.paper))
+        place = number.table
+        if place is not None and has_room(finding.tables[place], number):
+            mark = Mark(number.line, number.at, number.paper)
+            marks[place].append(mark)
         else:
-            beside.setdefault(unit_of(number), {})[number.text] = Beside(number.here, number.paper)
+            of_unit = beside.setdefault(unit_of(number), {})
+            of_unit[number.text] = Beside(number.here, number.paper)
     devices = dict.fromkeys(number.device for number in finding.published if number.device)
     source = PAPERS[title.partition("-")[0]]
     if devices:
@@ -48,19 +51,26 @@ def draw(
     )
 
 
+def has_many_texts(table: Table) -> bool:
+    """Whether the texts on its axis do not fit below a diagram."""
+    return len(table.xs) > MANY and isinstance(table.xs[0], str)
+
+
 def rows_of(finding: Finding) -> dict[str, dict[str, Beside]]:
     """Our numbers beside the paper's, by line and x: the lines that a paper published, or all."""
     papers: dict[tuple[int | None, str], dict[X, float]] = {}
     for number in finding.published:
-        papers.setdefault((number.table, number.line), {})[number.at] = number.paper
+        of_line = papers.setdefault((number.table, number.line), {})
+        of_line[number.at] = number.paper
     rows: dict[str, dict[str, Beside]] = {}
     for index, table in enumerate(finding.tables):
         for name, values in table.lines.items():
             paper = papers.get((index, name), {})
             if paper or not papers:
                 head = f"{table.title}: {name}".removeprefix(": ")
-                pairs = {str(x): Beside(y, paper.get(x)) for x, y in values.items()}
-                rows[textwrap.fill(head, 28)] = pairs
+                pairs = rows.setdefault(textwrap.fill(head, 28), {})
+                for x, y in values.items():
+                    pairs[str(x)] = Beside(y, paper.get(x))
     return rows
 
 
@@ -73,11 +83,16 @@ def has_room(table: Table, number: Published) -> bool:
     """Whether a table that shows the line of a number has room for the paper's."""
     if table.form or number.here is None:
         return False
-    known = [y for values in table.lines.values() for y in values.values() if y]
-    return min(known) / FAR < number.paper < FAR * max(known)
+    numbers: list[float] = []
+    for values in table.lines.values():
+        numbers += filter(None, values.values())
+    smallest = min(numbers) / FAR
+    largest = max(numbers) * FAR
+    return smallest < number.paper < largest
 
 
 def unit_of(number: Published) -> str:
     """The label of the axis on which a number is drawn, with others like it."""
     units = {"x": "times", "%": "share"}
-    return units.get(number.spec[-1:]) or number.unit.strip() or "number"
+    of_spec = units.get(number.spec[-1:])
+    return of_spec or number.unit.strip() or "number"

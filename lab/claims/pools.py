@@ -98,8 +98,8 @@ def check_findings(
 
 def _find_gains(text: str, strict: Row, loose: Row) -> Finding:
     """Whether pools gain more under strict targets."""
-    here = f"{show_gain(strict)} / {show_gain(loose)}"
-    return Finding(text, "more if strict", here, _gain(strict) > _gain(loose))
+    gains = f"{show_gain(strict)} / {show_gain(loose)}"
+    return Finding(text, "more if strict", gains, _gain(strict) > _gain(loose))
 
 
 def _find_delays(infiniband: LinkRow, slow: LinkRow) -> list[Finding]:

@@ -66,20 +66,20 @@ def imported_by(tree: ast.Module) -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def age(known: Mapping[str, str]) -> str:
+def age(origin: Mapping[str, str]) -> str:
     """How many commits ago a result was measured; "" if the code is the same, or if that is not
     known."""
-    if not known.get("commit") or known["code"] == code_hash():
+    if not origin.get("commit") or origin["code"] == code_hash():
         return ""
-    commits = git("rev-list", "--count", f"{known['commit']}..HEAD")
+    commits = git("rev-list", "--count", f"{origin['commit']}..HEAD")
     return f"measured {commits} commits ago" if commits else ""
 
 
-def git(*words: str) -> str:
+def git(*arguments: str) -> str:
     """What a command of git prints about this repository; "" if it fails."""
     try:
-        command = ["git", "-C", str(ROOT), *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        command = ["git", "-C", str(ROOT), *arguments]
+        completed = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return done.stdout.strip()
+    return completed.stdout.strip()

@@ -95,8 +95,8 @@ class Record:
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "Record":
         """The Record of to_json()."""
-        own = {name: row[name] for name in cls.__dataclass_fields__ if name != "finding"}
-        return cls(finding=Finding.from_json(row), **own)
+        fields = {name: row[name] for name in cls.__dataclass_fields__ if name != "finding"}
+        return cls(finding=Finding.from_json(row), **fields)
 
 
 Results = Mapping[str, Record]  # by the id of the claim
@@ -157,7 +157,8 @@ def read_results(directory: Path) -> dict[str, Record]:
     if not file.exists():
         return {}
     results = {}
-    for claim_id, row in json.loads(file.read_text("utf-8"))["claims"].items():
+    content = json.loads(file.read_text("utf-8"))
+    for claim_id, row in content["claims"].items():
         try:
             results[claim_id] = Record.from_json(row)
         except (KeyError, TypeError):
@@ -202,8 +203,8 @@ def index_table(results: Results) -> str:
 def write_index() -> None:
     """Write the summaries of all machines into results/README.md, between BEGIN and END."""
     readme = RESULTS / "README.md"
-    before, _, rest = readme.read_text("utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
+    before, _, from_begin = readme.read_text("utf-8").partition(BEGIN)
+    after = from_begin.partition(END)[2]
     parts = [before + BEGIN]
     for file in sorted(RESULTS.glob("*/paper.json")):
         directory = file.parent

@@ -43,7 +43,9 @@ def chunk_seconds(cost: CostModel, chunk: int) -> float:
     """The average time of a chunk of MEASURED_PROMPT without CPU time."""
     starts = range(0, MEASURED_PROMPT, chunk)
     chunks = [(0, start, min(chunk, MEASURED_PROMPT - start)) for start in starts]
-    return sum(cost.seconds([each]) - cost.pp * cost.cpu_s for each in chunks) / len(chunks)
+    cpu_s = cost.pp * cost.cpu_s
+    seconds = [cost.seconds([chunk]) - cpu_s for chunk in chunks]
+    return sum(seconds) / len(seconds)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ class ServingSystem:
         """The CostModel of this system with so much CPU time in each stage, and with prefills that
         take as long as measured where that is known."""
         cost = CostModel.named(self.preset, cpu_s=cpu_s, **self.machine)
-        excess = [(chunk, s - chunk_seconds(cost, chunk)) for chunk, s in self.prefill_s.items()]
+        excess = []
+        for chunk, measured_s in self.prefill_s.items():
+            excess.append((chunk, measured_s - chunk_seconds(cost, chunk)))
         return replace(cost, measured_excess=tuple(excess))
 
     def servers(self, slo: str) -> dict[str, tuple[str, int]]:
@@ -100,7 +104,13 @@ LLAMA2_70B = ServingSystem(
     slos_s={"strict": 1, "relaxed": 5},
     orca_batch=8,
     relaxed_budget=1536,
-    machine={"device": "a40", "tp": 4, "pp": 2, "tp_link": "a40-pairs", "pp_link": "pcie4"},
+    machine={
+        "device": "a40",
+        "tp": 4,
+        "pp": 2,
+        "tp_link": "a40-pairs",
+        "pp_link": "pcie4",
+    },
 )
 FALCON_180B = ServingSystem(
     name="Falcon-180B",

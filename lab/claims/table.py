@@ -36,27 +36,32 @@ class Line:
     @property
     def known(self) -> dict[X, float]:
         """Its numbers but for gaps, in order."""
-        return {x: y for x in self.table.xs if (y := self.at(x)) is not None}
+        numbers = {x: self.at(x) for x in self.table.xs}
+        return {x: y for x, y in numbers.items() if y is not None}
 
     def __rmul__(self, factor: float) -> "Line":
         """This line, each number multiplied."""
-        values = {x: None if y is None else factor * y for x, y in self.values.items()}
+        values: dict[X, Y] = {}
+        for x, y in self.values.items():
+            values[x] = None if y is None else factor * y
         return replace(self, name=f"{factor:g} * {self.name}", values=values)
 
     def __truediv__(self, other: "Line") -> "Line":
         """The ratio of this line to another one, where both are known."""
+        ratios = {x: over(self.at(x), other.at(x)) for x in self.table.xs}
         return replace(
             self,
             name=f"{self.name} / {other.name}",
             spec=".2fx",
             timed=self.timed or other.timed,
-            values={x: over(self.at(x), other.at(x)) for x in self.table.xs},
+            values=ratios,
         )
 
     def x_of(self, extreme: Extreme) -> X:
         """Where its largest or smallest number is, by max or min; the first x if none is known."""
-        known = self.known
-        return extreme(known, key=lambda x: known[x], default=self.table.xs[0])
+        numbers = self.known
+        first, *_ = self.table.xs
+        return extreme(numbers, key=lambda x: numbers[x], default=first)
 
 
 def over(a: Y, b: Y) -> Y:
@@ -104,7 +109,10 @@ class Table:
     @property
     def xs(self) -> tuple[X, ...]:
         """All x of all lines, in the order in which they were first added."""
-        return tuple(dict.fromkeys(x for values in self.lines.values() for x in values))
+        xs: dict[X, None] = {}
+        for values in self.lines.values():
+            xs |= dict.fromkeys(values)
+        return tuple(xs)
 
     def __getitem__(self, name: str) -> Line:
         """The line of that name. Raises KeyError if there is none."""
@@ -121,7 +129,9 @@ class Table:
         lines = [self[variant] for variant in variants]
         values: dict[X, Y] = {}
         for x in self.xs:
-            values[x] = max((line.known[x] for line in lines if x in line.known), default=None)
+            numbers = [line.at(x) for line in lines]
+            known_numbers = [number for number in numbers if number is not None]
+            values[x] = max(known_numbers, default=None)
         return replace(lines[0], name=name, values=values)
 
     def markdown(self, published: Mapping[tuple[str, X], str]) -> str:
@@ -129,7 +139,7 @@ class Table:
         numbers, {(line, x): "1.33x"}, which stand beside ours."""
         rows = []
         for x in self.xs:
-            cells = [show(values.get(x), self.spec) for values in self.lines.values()]
+            cells = [show(line.at(x), self.spec) for line in self]
             papers = [published.get((name, x)) for name in self.lines]
             beside = zip(cells, papers, strict=True)
             texts = [f"{cell} (paper: {paper})" if paper else cell for cell, paper in beside]
@@ -139,18 +149,17 @@ class Table:
 
     def to_json(self) -> dict[str, Any]:
         """All fields."""
-        lines = {
-            name: {x: plain(y) for x, y in values.items()} for name, values in self.lines.items()
-        }
+        lines = {}
+        for name, values in self.lines.items():
+            lines[name] = {x: plain(y) for x, y in values.items()}
         return asdict(self) | {"lines": lines}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "Table":
         """The Table of to_json()."""
-        lines = {
-            name: {from_text(x): from_text(y) for x, y in values.items()}
-            for name, values in row["lines"].items()
-        }
+        lines: dict[str, dict[X, Y]] = {}
+        for name, values in row["lines"].items():
+            lines[name] = {from_text(x): from_text(y) for x, y in values.items()}
         return cls(**{**row, "lines": lines})
 
 
@@ -164,4 +173,6 @@ def line(
     timed: bool = True,
 ) -> Line:
     """A line that no table shows."""
-    return Table(title, x, spec=spec, timed=timed, lines={name: dict(values)})[name]
+    table = Table(title, x, spec=spec, timed=timed)
+    table.lines[name] = dict(values)
+    return table[name]

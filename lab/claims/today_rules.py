@@ -69,11 +69,13 @@ def add(scheduler: Scheduler, request_id: int, prompt_len: int, output_len: int)
 def step(scheduler: Scheduler) -> Step:
     """Compute one batch."""
     batch = scheduler.next_batch()
-    chunks = {
-        chunk.request.id: "decode" if chunk.request.is_decoding else str(chunk.length)
-        for chunk in batch
-    }
-    scheduler.advance(batch, [0 if chunk.yields_token else None for chunk in batch], 0.0)
+    chunks: Step = {}
+    tokens = []
+    for chunk in batch:
+        request = chunk.request
+        chunks[request.id] = "decode" if request.is_decoding else str(chunk.length)
+        tokens.append(0 if chunk.yields_token else None)
+    scheduler.advance(batch, tokens, 0.0)
     return chunks
 
 
@@ -185,7 +187,9 @@ def tiny_loads(size: int) -> Iterator[TinyLoad]:
         for lengths in product(range(1, size), repeat=2 * count):
             if sum(lengths) != size:
                 continue
-            requests = tuple(zip(lengths[::2], lengths[1::2], strict=True))
+            prompts = lengths[::2]
+            outputs = lengths[1::2]
+            requests = tuple(zip(prompts, outputs, strict=True))
             longest = max(sum(request) for request in requests)
             for chunk, pages in product((1, 2, 3, 4), range(longest, size)):
                 yield TinyLoad(requests, chunk, pages)
@@ -206,13 +210,21 @@ def differs(first: str, second: str, load: RandomLoad, ample: bool) -> bool:
     """Whether two policies decide differently on a random load, with its memory or with enough."""
     config = load.config
     if ample:
-        config = replace(config, pages=(config.max_batch or 1) * (config.max_len or 1))
+        positions = (config.max_batch or 1) * (config.max_len or 1)
+        config = replace(config, pages=positions)
     histories: list[Sequence[Step]] = []
     for policy in (first, second):
         scheduler = replace(config, policy=policy).scheduler(time.monotonic)
-        for number, (arrival, prompt) in enumerate(zip(load.arrivals, load.prompts, strict=True)):
-            length = len(prompt)
-            scheduler.add(Request(number, list(prompt), length, arrival.output_len, float(number)))
+        prompts = zip(load.arrivals, load.prompts, strict=True)
+        for number, (arrival, prompt) in enumerate(prompts):
+            request = Request(
+                number,
+                list(prompt),
+                prompt_len=len(prompt),
+                max_new_tokens=arrival.output_len,
+                arrival=float(number),
+            )
+            scheduler.add(request)
         steps = []
         while scheduler.requests:
             steps.append(step(scheduler))

@@ -11,7 +11,7 @@ import os
 import pickle
 import signal
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import active_children, parent_process
@@ -33,8 +33,8 @@ from cli.options import (
     write_json,
     wrote,
 )
-from cli.tables import Cell, format_table
-from lab.claims.claim import Claim, Finding
+from cli.tables import Cell, format_table, show
+from lab.claims.claim import Claim, Finding, Published
 from lab.claims.claims import EXPERIMENTS
 from lab.claims.jobs import Setup
 from lab.claims.picture import draw
@@ -130,7 +130,7 @@ def main(options: SimulateOptions) -> None:
                 findings[claim] = finding
     finally:
         if findings:  # also if this was interrupted
-            print_conclusion(findings.values())
+            print_conclusion(findings)
             claims = [json_of(claim, finding) for claim, finding in findings.items()]
             write_json(options, {"provenance": provenance(), "claims": claims})
             wrote(options.json, *(picture_of(claim, options.plot) for claim in findings))
@@ -143,11 +143,20 @@ def markdown_of(claim: Claim, finding: Finding) -> str:
         rows[each.text] = [
             ("paper", each.paper_text, ""),
             ("simulated", each.here_text, ""),
-            ("error", each.error, "+.0%"),
+            ("error", error_text(each), ""),
         ]
     tables = [table.markdown(finding.numbers_in(table)) for table in finding.tables]
     parts = [claim.name, claim.text, format_table("number", rows), *tables]
     return "\n\n".join(part for part in parts if part)
+
+
+def error_text(number: Published) -> str:
+    """How far ours is off: "+3%", "+3% (fitted)", or whether a bound is "met"; "-" if that is not
+    known."""
+    if number.is_met is not None:
+        return "met" if number.is_met else "not met"
+    text = show(number.error, "+.0%")
+    return f"{text} (fitted)" if number.is_fitted else text
 
 
 def json_of(claim: Claim, finding: Finding) -> dict[str, Any]:
@@ -155,9 +164,11 @@ def json_of(claim: Claim, finding: Finding) -> dict[str, Any]:
     numbers = [
         {
             "text": each.text,
-            "paper": each.paper,
+            "paper": plain(each.paper),
             "simulated": plain(each.here),
             "error": None if each.error == math.inf else each.error,
+            "met": each.is_met,
+            "fitted": each.is_fitted,
         }
         for each in finding.published
     ]
@@ -175,20 +186,35 @@ def picture_of(claim: Claim, plot: str | None) -> str:
     return str(Path(plot).with_stem(f"{Path(plot).stem}-{claim.id}")) if plot else ""
 
 
-def print_conclusion(findings: Iterable[Finding]) -> None:
+def print_conclusion(findings: Mapping[Claim, Finding]) -> None:
     """Print how many of the published numbers came out, if any were compared."""
-    published = [each for finding in findings for each in finding.published]
-    errors = [abs(each.error) for each in published if each.error is not None]
-    if not errors:
+    published = [(claim.id, number) for claim in findings for number in findings[claim].published]
+    compared = [(claim_id, number) for claim_id, number in published if number.error is not None]
+    if not compared:
         return
+    fitted = [number for _, number in compared if number.is_fitted]
+    predicted = [(claim_id, number) for claim_id, number in compared if not number.is_fitted]
+    serving = [(claim_id, number) for claim_id, number in predicted if claim_id.startswith("SS-")]
+    without_f14 = [number for claim_id, number in serving if claim_id != "SS-F14"]
+    bounds = [number.is_met for _, number in published if number.is_met is not None]
+    print(
+        "Of the published numbers came out\n"
+        f"- that nothing was fitted to: {came_out(number for _, number in predicted)}\n"
+        f"- Sarathi-Serve's among these: {came_out(number for _, number in serving)}\n"
+        f"- without SS-F14, whose first prompt is fitted: {came_out(without_f14)}\n"
+        "- that constants were fitted to (S-T2, S-F7, the batches of 27 and 11, what\n"
+        f"  S-F12 assumes, SS-F14's prompt of 2,047): {came_out(fitted)}\n"
+        f'- bounds, such as "below 5%": {sum(bounds)} of {len(bounds)}\n'
+        'Why others do not come out is in simulator/README.md, "Where it is off".'
+    )
+
+
+def came_out(numbers: Iterable[Published]) -> str:
+    """How many are off by 10 % and by 25 % at most: "56 of 90 within 10%, 75 within 25%"."""
+    errors = [abs(number.error) for number in numbers if number.error is not None]
     within_10 = sum(error <= 0.1 for error in errors)
     within_25 = sum(error <= 0.25 for error in errors)
-    print(
-        f"Of {len(errors)} published numbers {within_10} came out within 10%, {within_25}\n"
-        "within 25%, those among them that constants were fitted to (S-T2, S-F7, the\n"
-        "batches of 27 and 11, what S-F12 assumes, SS-F14's prompt of 2,047). Why others do\n"
-        'not come out is in simulator/README.md, "Where it is off".'
-    )
+    return f"{within_10} of {len(errors)} within 10%, {within_25} within 25%"
 
 
 def prepare_worker() -> None:
