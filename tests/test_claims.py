@@ -16,12 +16,9 @@ from lab.claims.labs import Capacities, RealLab
 from lab.claims.table import Table, over
 from lab.measure.capacity import Bounded
 from tests.claim_labs import lab_with
-from tests.helpers import machine_info, tiny_model
+from tests.helpers import machine_info, tiny_model, with_slow
 
-IDS = {"S-F3", "SS-F4", "S-F4a", "SS-F3", "S-F4b", "SS-F5", "S-F7", "SS-F6", "S-F8", "S-T2", "S-T4"}
-IDS |= {"S-F9", "S-F10", "S-F11", "S-F13", "SS-F7", "SS-F9", "SS-F10", "SS-F11", "SS-F12", "SS-F14"}
-IDS |= {"SS-T4", "B-1", "B-2", "B-7", "S-3.1", "S-4.4", "S-F9b", "S-F9c", "S-F10b", "S-F11b"}
-IDS |= {"S-F13c", "SS-F1", "SS-F2", "SS-4.3", "SS-5.2", "SS-F9b", "B-1b", "B-3", "C-1"}
+FUNCTIONS = {claim.id: claim.function for claim in CLAIMS}
 
 
 def equal_capacities(policies, *, slo, **load):
@@ -67,18 +64,14 @@ CHECKS = [  # and what is wrong with them
     (rises(A), ""),
     (falls(A), "a falls: not so"),
     (falls(B), ""),
-    (rises(B), "b rises: not so"),
     (rises(EVEN), "even rises: not so"),
     (less(A, B), "a < b: not at 2, 3"),
     (less(A, B, at="start"), ""),
     (less(A, B, at="end"), "a < b, at the end: not at 3"),
     (less(A_HALF, B, at="start"), "a_half < b, at the start: not known"),
-    (less(0.5, A, 4.5), ""),
-    (less(0.5, A, 4), "0.5 < a < 4: not at 3"),
-    (rises(A / B), ""),
-    (less(0.25, A / B), "0.25 < a / b: not at 1"),
     (less(A_HALF, A), "a_half < a: not at 3"),  # nothing is said of a gap
-    (less(2 * A, B, at="start"), ""),
+    (less(0.5, A, 4), "0.5 < a < 4: not at 3"),
+    (less(0.25, A / B), "0.25 < a / b: not at 1"),
     (less(4 * A, B, at="start"), "4 * a < b, at the start: not at 1"),
 ]
 
@@ -263,7 +256,9 @@ def no_pictures(monkeypatch):
 
 def test_every_claim_is_there_with_all_that_is_said_of_it():
     ids = [claim_id for claim in CLAIMS for claim_id in claim.ids]
-    assert len(ids) == len(set(ids)) and set(ids) == IDS
+    assert len(ids) == len(set(ids))
+    covered = {claim_id for claim in CLAIMS for claim_id in claim.ids[1:]}
+    assert covered == set("S-T2 S-F9c SS-F2 SS-F3 SS-F4 SS-F5 SS-F6 SS-F11".split())
     for claim in CLAIMS:
         assert claim.title
         assert claim.function.__name__ == re.sub(r"[-.]", "_", claim.id.lower())
@@ -272,12 +267,13 @@ def test_every_claim_is_there_with_all_that_is_said_of_it():
         assert sum(claim.seconds_of(quick) for claim in CLAIMS) <= 60 * minutes
 
 
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.id)
-def test_each_claim_can_be_measured_at_each_size(claim):
+@pytest.mark.parametrize("claim_id", with_slow(FUNCTIONS, fast=FUNCTIONS.keys() - {"S-4.4"}))
+def test_each_claim_can_be_measured_at_each_size(claim_id):
     for size in ("cpu", "quick"):  # that of a GPU is in test_broken_systems.py
-        finding = claim.function(lab_with(size, capacity=equal_capacities))
-        assert finding.tables and finding.checks
-        assert finding.published or claim.id == "SS-F7"  # which is drawn
+        finding = FUNCTIONS[claim_id](lab_with(size, capacity=equal_capacities))
+        assert finding.tables
+        assert finding.checks
+        assert finding.published or claim_id == "SS-F7"  # which is drawn
         texts = [number.text for number in finding.published]
         assert len(texts) == len(set(texts))
         for check in finding.checks:  # a sentence

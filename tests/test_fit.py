@@ -14,19 +14,17 @@ from tests.helpers import with_slow
 from tests.test_cost_model import MATH, SMALL
 
 
-@pytest.mark.parametrize(
-    "seed, tile", with_slow([(0, 1), (1, 32), (2, 64), (3, 128)], fast=[(0, 1)])
-)
-def test_measured_times_give_back_the_device(seed, tile):
+@pytest.mark.parametrize("tile", with_slow([1, 32, 64, 128], fast=[1]))
+def test_measured_times_give_back_the_device(tile):
     device = replace(A100, flops_per_s=180e12, bytes_per_s=1.2e12, tile=tile, op_s=8e-6)
     config = GPTConfig.preset("llama-7b")
-    rng = np.random.default_rng(seed)
-    tokens = rng.permutation([*range(1, 64, 3), *range(64, 1024, 24), *range(1024, 4097, 96)])
-    rows = []
-    for shape in matrices(config):
-        exact = np.array([product_seconds(device, int(n), *shape) for n in tokens])
-        rows.append(exact * np.exp(rng.normal(0, 0.05, len(tokens))))
-    seconds = np.array(rows)
+    rng = np.random.default_rng(tile)
+    sizes = [*range(1, 64, 3), *range(64, 1024, 24), *range(1024, 4097, 96)]
+    tokens = rng.permutation(sizes)
+    exact = [
+        [product_seconds(device, int(n), *shape) for n in tokens] for shape in matrices(config)
+    ]
+    seconds = np.array(exact) * np.exp(rng.normal(0, 0.05, (4, len(tokens))))
     fitted = fit_products(replace(A100, name="new"), config, tokens, seconds)
     assert fitted.tile == tile
     assert fitted.flops_per_s == pytest.approx(180e12, rel=0.03)
@@ -64,7 +62,6 @@ WRONG_LINES = {
     "1,1,1,1,": MS,
     "1,-1,1,1,1": MS,
     "1,1,1,nan,1": MS,
-    "1,1,1,1,inf": MS,
     "2,1,fast,1,1": MS,
     "1,1,1,1,1e-300": MS,
     "1,1e300,1,1,1": MS,

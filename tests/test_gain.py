@@ -1,7 +1,8 @@
 """What is measured is a full pipeline, whatever the policy; and what is explained adds up."""
 
 import json
-from itertools import pairwise
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -9,107 +10,90 @@ import pytest
 import torch
 
 import bench
-from kv_cache import Pages
 from lab.commands import offline
 from lab.measure import gain, timing
 from lab.measure.gain import COMPARED, explain_gain
 from lab.measure.metrics import steady
 from lab.measure.offline_load import OfflineLoad
-from policies import POLICIES, make_scheduler
-from policies.observers import ChunkRecord, Iteration, chunk_records
-from request import Completion, Request
+from lab.simulator.simulation import simulate
+from policies import POLICIES
+from policies.observers import ChunkRecord, Iteration
 from tests.helpers import tiny_model
+from tests.test_simulation import Law
 
 BATCH = 6
 CHUNK = 128
 CUTS_AND_BEGINS = ("chunked-only", "sarathi-serve", "priority")  # in one chunk: two prompts
 
 
-def load_of(rounds, chunk=CHUNK):
+def load_of(rounds):
     """A load of so many whole rounds of requests, and one more, at the balanced ratio."""
     return OfflineLoad(
-        seq_len=1000, pd_ratio=chunk / (BATCH - 1), batch=BATCH, requests=rounds * BATCH + 1
+        seq_len=1000, pd_ratio=CHUNK / (BATCH - 1), batch=BATCH, requests=rounds * BATCH + 1
     )
 
 
-def simulate(policy, load, chunk=CHUNK, cost=None):
-    """The completions and Iterations of a run in which each takes `cost(chunks)`, the seconds until
-    the launch, until the tokens are there, and until the next; (0, 1, 0) if it is None."""
-    now = 0.0
-    iterations = []
-    requests = []
-    scheduler = make_scheduler(
-        policy,
-        Pages(load.batch, load.seq_len),
-        clock=lambda: now,
-        chunk=chunk,
-        max_batch=load.batch,
-        max_len=load.seq_len,
-    )
-    for i, arrival in enumerate(load.arrivals()):
-        prompt = [0] * arrival.prompt_len
-        request = Request(i, prompt, arrival.prompt_len, arrival.output_len)
-        requests.append(request)
-        scheduler.add(request)
-    while batch := scheduler.next_batch():
-        before, during, after = cost(chunk_records(batch)) if cost else (0.0, 1.0, 0.0)
-        launch = now + before
-        end = launch + during
-        iterations.append(Iteration(now, end, chunk_records(batch), launch))
-        now = end + after
-        tokens = [0 if chunk.yields_token else None for chunk in batch]
-        scheduler.advance(batch, tokens, now - after)
-    return [Completion.of(request) for request in requests], iterations
+def run_of(policy, load, law):
+    """The Run of a load under a policy, in which batches take what the law says."""
+    config = replace(load.config(CHUNK), policy=policy)
+    return simulate(law, config, load.arrivals()).run
 
 
 def first_iteration_of(request_id, iterations):
     """The index of the first iteration that computes tokens of a request."""
-    return next(
-        index
-        for index, iteration in enumerate(iterations)
-        if request_id in {chunk.request_id for chunk in iteration.chunks}
-    )
+    ids = [{chunk.request_id for chunk in iteration.chunks} for iteration in iterations]
+    return next(index for index, requests in enumerate(ids) if request_id in requests)
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "dynamic"])
-@pytest.mark.parametrize("chunk", [64, 256])
-def test_a_full_pipeline_turns_out_what_it_takes_in(policy, chunk):
+def test_a_full_pipeline_turns_out_what_it_takes_in(policy):
     """A round computes all of B requests, but for the last token: neither more nor fewer decodes
     beside its prefills; and a longer run, from the middle of it, is no faster."""
-    load = load_of(3, chunk)
-    _, iterations = simulate(policy, load, chunk)
+    load = load_of(3)
+    a_second_each = Law(seconds=lambda batch: 1.0)
+    iterations = run_of(policy, load, a_second_each).iterations
     in_round, rate, seconds = steady(iterations, BATCH, rounds=1)
+    assert seconds == len(in_round)
     prefill = sum(iteration.prefill_tokens for iteration in in_round)
     decode = sum(iteration.decode_tokens for iteration in in_round)
-    assert rate == (prefill + decode) / seconds and seconds == len(in_round)
-    slack = chunk if policy in CUTS_AND_BEGINS else 0
+    assert rate == (prefill + decode) / seconds
+    slack = CHUNK if policy in CUTS_AND_BEGINS else 0
     assert prefill == pytest.approx(BATCH * load.prompt_len, abs=slack)
     assert decode == pytest.approx(BATCH * (load.output_len - 1), abs=BATCH if slack else 0)
 
-    _, iterations = simulate(policy, load_of(9, chunk), chunk)
+    iterations = run_of(policy, load_of(9), a_second_each).iterations
     first, end = (first_iteration_of(request_id, iterations) for request_id in (24, 48))
     tokens = sum(i.prefill_tokens + i.decode_tokens for i in iterations[first:end])
     assert rate == pytest.approx(tokens / (end - first), rel=0.01)
 
 
-def test_ramp_and_tail_are_not_counted():
-    def iteration(start, *chunks):
-        return Iteration(
-            start, start + 0.75, [ChunkRecord(*chunk, is_decode=chunk[1] > 0) for chunk in chunks]
+def history(*batches):
+    """An iteration of 0.75 s each second, of chunks (request, start, length)."""
+    return [
+        Iteration(
+            start=second,
+            end=second + 0.75,
+            chunks=[ChunkRecord(*chunk, is_decode=chunk[1] > 0) for chunk in batch],
         )
+        for second, batch in enumerate(batches)
+    ]
 
-    batches = [[(i, 0, 9), (i + 1, 0, 9)] for i in (0, 2, 4)] + [[(6, 0, 9)]]
-    iterations = []
-    for requests in batches:
-        iterations.append(iteration(len(iterations), *requests))
-        decodes = [(request_id, 9, 1) for request_id, *_ in requests]
-        iterations.append(iteration(len(iterations), *decodes))
+
+def test_ramp_and_tail_are_not_counted():
+    iterations = history(
+        [(0, 0, 9), (1, 0, 9)],
+        [(0, 9, 1), (1, 9, 1)],
+        [(2, 0, 9), (3, 0, 9)],
+        [(2, 9, 1), (3, 9, 1)],
+        [(4, 0, 9), (5, 0, 9)],
+        [(4, 9, 1), (5, 9, 1)],
+        [(6, 0, 9)],
+        [(6, 9, 1)],
+    )
     assert steady(iterations, 2) == (iterations[2:6], 40 / 4, 4)  # and not request 6's
     assert steady(iterations, 2, rounds=1) == (iterations[4:6], 20 / 2, 2)
     assert steady(iterations[:5], 2) == (iterations[2:4], 20 / 2, 2)  # 5's come with those of 4
-    alone = iterations[:4] + [iteration(6, (4, 0, 9))]  # 2 B + 1 requests are just enough
-    assert steady(alone, 2) == (iterations[2:4], 20 / 4, 4)
-    in_turn = [iteration(i, (i, 0, 9)) for i in range(6)]  # the last begins no round
+    in_turn = history(*([(i, 0, 9)] for i in range(6)))  # the last begins no round
     assert steady(in_turn, 2) == (in_turn[2:4], 18 / 2, 2)
     assert steady(iterations[:4], 2) == steady([], 2) == ([], None, None)
 
@@ -197,19 +181,28 @@ def runner(monkeypatch):
 def run_at_known_costs(policy, load):
     """What run_policies would return for a policy, of the attributes that explain_gain reads."""
 
-    def cost(chunks):
-        logits = sum(chunk.start + chunk.length >= load.prompt_len for chunk in chunks)
-        seconds = products_s(sum(chunk.length for chunk in chunks), logits) + SMALL + SAMPLING
-        return SCHEDULE + FLATTEN, seconds + attention_s(shapes_of(chunks)), BETWEEN
+    def seconds(chunks):
+        logits = sum(start + length >= load.prompt_len for _, start, length in chunks)
+        products = products_s(sum(length for *_, length in chunks), logits)
+        attention = attention_s([(start, length) for _, start, length in chunks])
+        return SCHEDULE + FLATTEN + products + attention + SMALL + SAMPLING
 
-    completions, iterations = simulate(policy, load, cost=cost)
-    whole_run_rate = len(completions) * load.seq_len / iterations[-1].end
+    law = Law(seconds=seconds)
+    law.cpu_s = SCHEDULE + FLATTEN  # until the launch
+    run = run_of(policy, load, law)
+    iterations = [later(each, n * BETWEEN) for n, each in enumerate(run.iterations)]
     return SimpleNamespace(
-        run=SimpleNamespace(completions=completions, iterations=iterations),
-        summary=SimpleNamespace(tokens_per_s=whole_run_rate),
+        run=replace(run, iterations=iterations),
+        summary=SimpleNamespace(tokens_per_s=load.requests * load.seq_len / iterations[-1].end),
         tokens_per_s=steady(iterations, load.batch)[1],
         busy=False,
     )
+
+
+def later(iteration, seconds):
+    """The same iteration so many seconds later."""
+    times = {name: getattr(iteration, name) + seconds for name in ("start", "launch", "end")}
+    return iteration._replace(**times)
 
 
 def ms_per_token(step, policy):
@@ -241,9 +234,9 @@ def test_the_steps_add_up_to_the_gain(runner):
             SMALL * len(shapes),
             (SAMPLING + SCHEDULE + FLATTEN + BETWEEN) * len(shapes),
         ]
-        for n, step in enumerate(steps[2:6]):
-            expected = 1e3 * sum(parts[: n + 1]) / sum(rows)
-            assert ms_per_token(step, policy) == pytest.approx(expected), (policy, n)
+        for step, seconds in zip(steps[2:6], accumulate(parts), strict=True):
+            expected = pytest.approx(1e3 * seconds / sum(rows))
+            assert ms_per_token(step, policy) == expected, (policy, step.name)
         run_again = [shapes_of(spans) for spans in runner.batches]
         assert all(shape in run_again for shape in shapes)
 
@@ -272,11 +265,6 @@ def test_a_busy_machine_explains_nothing(runner, monkeypatch, capsys):
             losses[after["step"]] = after["gain"] / before["gain"]
         largest = min(losses, key=losses.get)
         assert (f"most is lost to {largest.strip('+ ')}, " in text) != busy
-    last_rounds = [
-        len(steady(run.run.iterations, BATCH, rounds=1).iterations) for run in runs.values()
-    ]
-    repeats = timing.WARMUP + 3
-    assert len(runner.batches) == 2 * repeats * sum(last_rounds)  # one round is enough
 
 
 TINY = (

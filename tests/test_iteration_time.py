@@ -1,4 +1,6 @@
-"""The model of the iteration time keeps its promises against laws that are written here."""
+"""The model of the iteration time keeps its promises against laws that are written here.
+
+That a budget made of it keeps an SLO: test_dynamic.py."""
 
 import itertools
 import math
@@ -39,7 +41,6 @@ class Machine:
         self.law = law
         self.noise = noise
         self.random = random.Random(seed)
-        self.slowdown = 1.0
         shapes = []
         if profile:
             sizes = itertools.product((0, 64, 256, 512, 1024), (1, 4, 8), (300, 1500))
@@ -49,18 +50,17 @@ class Machine:
         self.run_mixed(mixed)
 
     def measure(self, shape):
-        return self.law(shape) * self.slowdown * self.random.lognormvariate(0, self.noise)
+        return self.law(shape) * self.random.lognormvariate(0, self.noise)
 
     def error(self, shape):
         """Of the prediction, relative to the law without its noise."""
-        return self.model.predict(shape) / (self.law(shape) * self.slowdown) - 1
+        return self.model.predict(shape) / self.law(shape) - 1
 
     def run(self, shape):
-        """Returns the error of the prediction that was made before, and the seconds it took."""
+        """Returns the error of the prediction that was made before."""
         error = self.error(shape)
-        seconds = self.measure(shape)
-        self.model.observe(shape, seconds)
-        return error, seconds
+        self.model.observe(shape, self.measure(shape))
+        return error
 
     def run_mixed(self, count):
         """Chunks of many sizes, a decode-only iteration for every four of them. Their errors."""
@@ -73,8 +73,7 @@ class Machine:
                 context=draw.randrange(200, 1500),
                 past=draw.randrange(1000),
             )
-            error, _ = self.run(shape)
-            errors.append(error)
+            errors.append(self.run(shape))
         return errors
 
 
@@ -82,17 +81,21 @@ def median(values):
     return sorted(values)[len(values) // 2]
 
 
-SEEDS = pytest.mark.parametrize("seed", range(5))
+SEEDS = pytest.mark.parametrize("seed", range(3))
 PROFILES = pytest.mark.parametrize("profile", [True, False], ids=["profile", "cold"])
 
 
 def test_the_shape_of_a_batch():
-    # (tokens, prompt_len, num_computed): decodes read 11 and 25 keys, chunks of 8, of 3 after 9
-    # and, after a preemption, of 7
-    sizes = [(11, 10, 10), (25, 20, 24), (8, 8, 0), (12, 12, 9), (7, 5, 0)]
     shapes = Batch()
-    for count, prompt_len, num_computed in sizes:
-        shapes.add(Request(0, [0] * count, prompt_len, 9, num_computed=num_computed))
+
+    def add(tokens, prompt_len, num_computed):
+        return shapes.add(Request(0, [0] * tokens, prompt_len, 9, num_computed=num_computed))
+
+    add(11, 10, 10)  # decodes read 11 and 25 keys
+    add(25, 20, 24)
+    add(8, 8, 0)
+    add(12, 12, 9)
+    add(7, 5, 0)  # after a preemption
     pairs = sum(range(1, 9)) + (10 + 11 + 12) + sum(range(1, 8))
     assert BatchShape.of(shapes) == BatchShape(8 + 3 + 7, 2, 36, pairs)
     assert BatchShape.of(Batch()) == BatchShape(0, 0, 0, 0)
@@ -129,21 +132,10 @@ def test_decode_only_iterations_do_not_poison_the_prefill_rate(profile, seed):
 
 
 @SEEDS
-def test_predictions_follow_the_context(seed):
-    machine = Machine(cpu, 0.03, seed, mixed=60)
-    for longer in (batch(0, 8, 3000), batch(256, 8, 3000, past=2000)):  # twice what was seen
-        assert abs(machine.error(longer)) < 0.1
-    more, fewer = (machine.fits(0.2, batch(0, 6, context), 0, 999) for context in (200, 6000))
-    assert more > fewer > 0
-    assert machine.fits(0.2, DECODES, 4000, 999) < machine.fits(0.2, DECODES, 0, 999)
-
-
-@SEEDS
-@PROFILES
 @pytest.mark.parametrize("slowdown", [1.4, 0.7])
-def test_a_change_of_speed_is_followed_within_twenty_iterations(profile, slowdown, seed):
-    machine = Machine(cpu, 0.03, seed, profile, mixed=100)
-    machine.slowdown = slowdown
+def test_a_change_of_speed_is_followed_within_twenty_iterations(slowdown, seed):
+    machine = Machine(cpu, 0.03, seed, mixed=100)
+    machine.law = lambda shape: slowdown * cpu(shape)
     assert abs(machine.error(HYBRID)) > 0.25
     machine.run_mixed(20)
     assert abs(machine.error(HYBRID)) < 0.08
@@ -159,52 +151,24 @@ def test_an_outlier_moves_nothing_much(shape, seed):
     assert [model.predict(s) for s in (DECODES, HYBRID)] == pytest.approx(before, rel=0.08)
 
 
-@SEEDS
-@pytest.mark.parametrize("law, slo", [(cpu, 0.2), (gpu, 25e-3)], ids=["cpu", "gpu"])
-@PROFILES
-def test_a_run_under_an_slo_keeps_it_and_uses_it(law, slo, profile, seed):
-    machine = Machine(law, 0.03, seed, profile)
-    late = []  # seconds over the SLO, of batches with prefill
-    used = []
-    for i in range(300):
-        past = machine.random.choice([0, 256, 512, 1024])
-        fits = machine.fits(slo, DECODES, past, 2000, 16) if i // 40 % 3 < 2 else 0
-        shape = batch(fits, past=past)
-        _, seconds = machine.run(shape)
-        if fits:
-            late.append(seconds / slo)
-        if fits and i >= 40:
-            used.append(law(shape) / slo)
-    assert max(late) < 1.4  # while it learns: a chord from the gpu's flat part is too low beyond it
-    assert max(late[25:]) < 1.15 and sum(x > 1 for x in late[25:]) <= 0.05 * len(late)
-    assert 0.8 < median(used) < 1
-
-
-@SEEDS
-def test_errors_near_the_operating_point_of_a_bent_law_are_small(seed):
-    machine = Machine(gpu, 0.03, seed)
-    for _ in range(80):
-        machine.run(batch(machine.random.choice([0, 0, 640, 704, 768])))
-    for prefill in (640, 700, 768):
-        assert abs(machine.error(batch(prefill))) < 0.08
-    assert machine.error(batch(450)) > 0.03  # the chord to the flat part is on the safe side
-
-
 def test_without_any_knowledge_it_finds_out_in_steps():
     model = IterationTime()
-    sizes = []
     fits = model.prefill_that_fits
-    assert model.predict(HYBRID) == 0 and fits(0.1, DECODES, 0, 9999) == 16
-    assert fits(0.1, DECODES, 0, 9999, tile=64) == 64 and fits(0.1, DECODES, 0, 5, tile=64) == 5
+    assert model.predict(HYBRID) == 0
+    assert fits(0.1, DECODES, 0, 9999) == 16
+    assert fits(0.1, DECODES, 0, 9999, tile=64) == 64
+    assert fits(0.1, DECODES, 0, 5, tile=64) == 5
     for _ in range(100):
         model.observe(DECODES, cpu(DECODES))
     assert fits(0.1, DECODES, 0, 9999) == 16  # decodes say nothing of prefill
+    sizes = []
     for _ in range(10):
         sizes.append(fits(0.8, DECODES, 0, 9999))
         shape = batch(sizes[-1], past=0)
         assert cpu(shape) <= 0.8
         model.observe(shape, cpu(shape))
-    assert all(b <= 1.5 * a for a, b in itertools.pairwise(sizes)) and sizes[-1] > 300
+    assert all(larger <= 1.5 * size for size, larger in itertools.pairwise(sizes))
+    assert sizes[-1] > 300
     crowded = DECODES.with_chunk(0, 2 * max(sizes))  # the whole batch must not grow in a leap
     assert fits(9.0, crowded, 0, 100) == 0
 
@@ -266,25 +230,6 @@ def test_the_margin_counts_gaps_and_not_iterations():
     for _ in range(400):
         calm.observe(DECODES, calm.predict(DECODES))
     assert calm.caution == pytest.approx(2 / 1.5**0.4, rel=0.01)  # 6 of 30 are a fifth as many
-
-
-@SEEDS
-@pytest.mark.parametrize("slow", [0.0, 0.01])
-def test_few_gaps_are_longer_than_the_margin_says_whatever_the_noise(slow, seed):
-    """Some iterations take twice as long: the spread does not tell, the count of gaps does."""
-    machine = Machine(cpu, 0.05, seed, profile=True)
-    over = gaps = 0
-    for _ in range(1200):
-        model = machine.model
-        decodes = machine.random.randrange(10, 30)
-        shape = batch(machine.random.randrange(100, 200), decodes)
-        most = model.predict(shape) * (1 + model.margin)
-        machine.slowdown = 2.0 if machine.random.random() < slow else 1.0
-        _, seconds = machine.run(shape)
-        gaps += decodes
-        if seconds > most:
-            over += decodes
-    assert 0 < over < 0.01 * gaps
 
 
 def test_it_is_never_negative_and_never_nan():
