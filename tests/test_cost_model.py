@@ -96,19 +96,19 @@ def test_a_product_takes_the_longer_of_arithmetic_and_memory_time():
 PARTS = [
     (
         MATH,
-        {"linear": 8 * 2 * 576e-6, "others": 0, "attention": 8 * 12.5 * 32e-6},
+        {"linear": 8 * 2 * 576e-6, "elementwise": 0, "attention": 8 * 12.5 * 32e-6},
         2 * 4 * 8 * 100e-6,
     ),
     (
         MOVE,
         {
             "linear": 2e-6 * (576 + 7 * 104),
-            "others": 2e-6 * 7 * (8 * 8 + 2 * 16 + 2 * 32),
+            "elementwise": 2e-6 * 7 * (8 * 8 + 2 * 16 + 2 * 32),
             "attention": 16e-6 * (15 + 8 + 20),
         },
         2e-6 * (800 + 3 * 108),
     ),
-    (START, {"linear": 4, "others": 5, "attention": 2}, 1),
+    (START, {"linear": 4, "elementwise": 5, "attention": 2}, 1),
 ]
 
 
