@@ -117,7 +117,6 @@ class Ended(NamedTuple):
 
     result: Any  # what rank 0 made of its job; None if nothing
     statuses: dict[int, int | str]  # rank -> its exit status, or "hangs"
-    seconds: dict[int, float]  # rank -> when it ended, after the fault or after the first
     errors: str  # what all ranks wrote to stderr
 
 
@@ -135,7 +134,6 @@ class World:
     def __init__(self, job, out):
         self.out = out
         self.statuses = {}
-        self.times = {}
         size = job["tp"] * job["pp"] * job.get("copies", 1)
         node_size = job.get("node_size", size)
         port = free_port()
@@ -168,9 +166,6 @@ class World:
             elif is_late:
                 program.kill()
                 self.statuses[rank] = "hangs"
-            else:
-                continue
-            self.times[rank] = time.time()
         if len(self.running) == 1:
             (last,) = self.running.values()
             with suppress(ProcessLookupError):
@@ -178,13 +173,10 @@ class World:
 
     def ended(self):
         """How all ranks ended."""
-        struck = Path(f"{self.out}.struck")
-        began = struck.stat().st_mtime if struck.exists() else min(self.times.values())
         result = Path(self.out)
         return Ended(
             result=json.loads(result.read_text()) if result.exists() else None,
             statuses=self.statuses,
-            seconds={rank: end - began for rank, end in self.times.items()},
             errors="".join(program.stderr.read() for program in self.programs.values()),
         )
 

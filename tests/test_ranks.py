@@ -23,7 +23,7 @@ from parallel.ranks import Ranks
 from parallel.stages import Stage
 from runtime.torchrun import Place
 from tests import forked
-from tests.forked import ENVIRON, ROOT
+from tests.forked import ENVIRON, ROOT, free_port
 from tests.helpers import tiny_model, with_slow
 from tests.rank_program import ENGINE
 from tests.servers import wait_for
@@ -416,8 +416,7 @@ def test_torchrun_starts_the_programs_or_is_told_how(capsys):
 @pytest.mark.parametrize("target", ["a rank", "all"])
 def test_under_torchrun_nothing_is_left_behind(tmp_path, target):
     """A rank is killed from outside, or a Ctrl-C comes for all: then rank 0 keeps what it has."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     job = struck(TWO_PARTS, "wait", "decode", rank=0)
     environ = dict(RANK_JOB=json.dumps(job), RANK_OUT=str(tmp_path / "out"))
     world = torchrun(f"--master-port={port}", "-m", "tests.rank_program", **environ)
@@ -449,8 +448,7 @@ def test_under_torchrun_nothing_is_left_behind(tmp_path, target):
 def test_a_server_on_two_ranks_says_what_one_process_says(capsys):
     sample.main([*MODEL, *GREEDY, "--prompt", "abc"])
     expected = capsys.readouterr().out.removeprefix("abc").removesuffix("\n")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     server = ["-m", "server", *MODEL, "--max-len", "32", "--pp", "2", f"--port={port}"]
     world = torchrun("--standalone", *server)
     url = f"http://127.0.0.1:{port}/v1/completions"

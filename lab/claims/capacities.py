@@ -179,15 +179,8 @@ def ss_f11(lab: CostLab) -> Finding:
 
 def largest_gain(gains: Table, system: ServingSystem) -> tuple[Line, X]:
     """The line and the load of a system's largest gain over any other server."""
-    largest = 0.0
-    place = None
-    for gain in gains:
-        for load, times in gain.known.items():
-            if system.name in str(load) and times > largest:
-                largest = times
-                place = (gain, load)
-    assert place is not None  # it serves some rate
-    return place
+    places = [(gain, load) for gain in gains for load in gain.known if system.name in str(load)]
+    return max(places, key=lambda place: place[0].known[place[1]])
 
 
 @claim("Capacity against the SLO of P99 TBT, sharegpt4: three batch sizes and two token budgets")

@@ -333,8 +333,10 @@ def goodput(
     def is_good(completion: Completion) -> bool:
         if completion.finish_reason not in FINISHED or completion.ttft is None:
             return False
+        if completion.ttft > ttft_slo_s:
+            return False
         p99_tbt_s = percentiles(completion.tbt).p99 or 0.0  # a single token has no TBT
-        return completion.ttft <= ttft_slo_s and p99_tbt_s <= tbt_slo_s
+        return p99_tbt_s <= tbt_slo_s
 
     return ratio(sum(map(is_good, completions)), seconds)
 
