@@ -118,7 +118,7 @@ class Scheduler:
             return None
         self.pages.take(admission.cached_pages)
         new_pages = self.pages.allocate(admission.new_pages)
-        assert new_pages is not None  # room_for has counted the free pages
+        assert new_pages is not None, "room_for() has counted pages that are not free"
         request.pages = admission.cached_pages + new_pages
         request.num_computed = len(admission.cached_pages) * self.pages.page_size
         request.cached_tokens += request.num_computed
@@ -249,7 +249,9 @@ class Scheduler:
         return len(self.plan_admission(self.waiting[0]).cached_pages) * self.pages.page_size
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's pages. It waits at the front, and is computed again."""
+        """Take a running request's pages. It waits at the front, and is computed again.
+
+        Its chunk, if a batch has it already, would stay there."""
         request.preemptions += 1
         request.recomputed_tokens += request.num_computed
         request.num_computed = 0

@@ -86,7 +86,7 @@ class ModelOptions:
         choices=tuple(BACKENDS),
         default="auto",
     )
-    seed: int = option("of weights and prompts", type=whole(minimum=0), default=0)
+    seed: int = option("of all that is random", type=whole(minimum=0), default=0)
     compile: bool = option(
         "torch.compile the layers around attention: fewer kernels, after a minute or so",
         action="store_true",

@@ -4,7 +4,7 @@
     python -m examples.ladder --simulate a100-80gb --preset llama3-8b --max-len 4096 --qps 8 \
         --kv-tokens 131072
 
-The options are those of `bench.py serve`. Read first: lab/commands/serve.py."""
+The options are those of a load of `bench.py serve`. Read first: lab/commands/serve.py."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +23,18 @@ from lab.measure.run_loop import Run, no_progress
 from request import Request
 from scheduler import Batch, Orca, Sarathi
 
+FIXED = {  # options of `bench.py serve` that are none here
+    "policies": [],
+    "prefix_caching": "off",
+    "max_waiting": None,
+    "pools": None,
+    "kv_link": "infiniband",
+    "kv_send": "layers",
+    "plot": None,
+    "csv": None,
+    "html": None,
+    "json": None,
+}
 CHANGE = 0.1  # a number that changes by less is as it was
 SMALLEST = 0.01  # less counts as nothing
 
@@ -132,12 +144,12 @@ def changes(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[st
 
 
 def parse_args(argv: Sequence[str]) -> ServeOptions:
-    """The options of `bench.py serve`."""
+    """The options of `bench.py serve` but for those that are FIXED."""
     parser = OptionParser(
         prog="python -m examples.ladder", description=str(__doc__).partition("\n\n")[0]
     )
     parser.set_defaults(command="serve")
-    serve_options.add_options(parser)
+    serve_options.add_options(parser, FIXED)
     return serve_options.resolve(parser, parser.parse_args(argv))
 
 

@@ -159,6 +159,15 @@ def token_limit(request: Request, page_size: int) -> int:
     return min(len(request.tokens), len(request.pages) * page_size)
 
 
+def limits_of(request: Request, page_size: int) -> str:
+    """Which tokens of a request its next chunk may hold, and why no others, in words."""
+    limit = token_limit(request, page_size)
+    limits = f"{request.num_computed} are computed, {limit} can be"
+    if limit < len(request.tokens):
+        limits += f" in its {len(request.pages)} pages of {page_size}"
+    return limits
+
+
 def comes_next(chunk: Chunk, page_size: int) -> bool:
     """Whether a chunk holds the next tokens of its request, at least one and all of them with
     memory."""
@@ -189,9 +198,8 @@ class Guard(Scheduler):
             for chunk in batch:
                 if not comes_next(chunk, self.pages.page_size):
                     request, start, length = chunk
-                    limit = token_limit(request, self.pages.page_size)
+                    limits = limits_of(request, self.pages.page_size)
                     place = f"{length} tokens of request {request.id} from {start}"
-                    limits = f"{request.num_computed} are computed, {limit} can be"
                     raise PolicyError(f"a batch holds {place}: {limits}", file)
             return batch
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from policies.custom import PolicyError, comes_next, token_limit
+from policies.custom import PolicyError, comes_next, limits_of
 from policies.observers import Observer
 from policies.pages import CachedPages
 from request import Batch, Request
@@ -128,9 +128,7 @@ def chunks_come_next(
         is_running = request in scheduler.running
         is_next = comes_next(chunk, pages.page_size)
         if not is_running or not is_next or request in has_chunk:
-            limit = token_limit(request, pages.page_size)
-            limits = f"{request.num_computed} are computed, {limit} can be"
-            observation = f"{length} tokens from {start}: {limits}"
+            observation = f"{length} tokens from {start}: {limits_of(request, pages.page_size)}"
             if request in has_chunk:
                 observation += ", and it has another"
             yield Breach(request.id, observation)
@@ -208,11 +206,10 @@ class Referee(Observer):
         if not self.has_batch:
             self.iterations += 1  # it was to make one
         cause = error.__cause__
-        first_request = next((request.id for request in self.requests), None)
         if cause is None:  # of check_batch
-            return self._broken("chunks", Breach(first_request, str(error), error)).violation
-        raised = f"{type(cause).__name__}: {cause}, in {error.place or 'schedule()'}"
-        return self._broken("everybody ends", Breach(first_request, raised, cause)).violation
+            return self._broken("chunks", Breach(None, str(error), error)).violation
+        raised = f"{error}, in {error.place or 'schedule()'}"
+        return self._broken("everybody ends", Breach(None, raised, cause)).violation
 
     def _broken(self, rule: str, breach: Breach) -> BrokenRuleError:
         """The error for a rule that is broken in this iteration."""

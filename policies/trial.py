@@ -12,8 +12,10 @@ from itertools import count, product
 from policies import ALL_POLICIES, make_scheduler
 from policies.custom import PolicyError
 from policies.pages import make_pages
+from policies.priority import PRIORITIES
 from policies.referee import Referee, Violation
-from scheduler import Request, Scheduler
+from request import Request, Service
+from scheduler import Scheduler
 
 REQUESTS = 40  # one arrives in each iteration: more than can be served
 OUTPUT_LEN = 24
@@ -72,7 +74,8 @@ def serve(scheduler: Scheduler) -> None:
 
 
 def make_request(i: int) -> Request:
-    """A request of a length of its own; prompts begin like every fourth one before them."""
+    """A request of a length of its own; prompts begin like every fourth one before them, whose
+    classes are others."""
     prompt_len = 1 + 37 * i % (MAX_LEN - OUTPUT_LEN)
     return Request(
         id=i,
@@ -80,4 +83,5 @@ def make_request(i: int) -> Request:
         prompt_len=prompt_len,
         max_new_tokens=1 + i % OUTPUT_LEN,
         arrival=i,
+        service=Service(priority=(i + i // 4) % len(PRIORITIES)),
     )

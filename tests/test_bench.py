@@ -179,7 +179,7 @@ REFUSED += [
     ("sevre", "invalid choice: 'sevre'"),
     ("pipeline", "--pp 1: a pipeline has two stages or more"),
     ("capacity --qps 1", "unrecognized arguments: --qps 1"),
-    ("serve --slo hard", "--slo hard: must be a finite number above 0"),
+    ("serve --slo hard", "--slo hard: must be strict, relaxed, a multiple from 1x to 100x, or"),
     ("serve --page-size 16,2000", "--page-size 2000: must be at most --max-len 1024"),
     ("serve --policies sarathi:x", "'sarathi:x': must be one of request-level"),
     ("serve --classes low=0.1,low=0.2", "low=0.1,low=0.2: must be some of realtime, high, normal"),

@@ -152,7 +152,8 @@ def test_a_broken_rule_is_named_with_iteration_and_request(method, message, tmp_
     with pytest.raises(ValueError) as broken:
         check(policy)
     assert re.match(f"the rule {message}", str(broken.value))
-    request = "" if message.endswith("no running request has it") else r"request \S.*, "
+    is_of_none = "own.py" in message or message.endswith("no running request has it")
+    request = "" if is_of_none else r"request \S.*, "
     where = rf" \({request}iteration \d+ of a load, (128|16) pages\)$"
     assert re.search(where, str(broken.value))
 
@@ -334,7 +335,7 @@ def test_a_schedule_that_never_returns_is_stopped_and_named(tmp_path, monkeypatc
     handler = signal.getsignal(signal.SIGVTALRM)
     policy = write_policy(tmp_path, LOOPS)
     violation = check_policy(policy).violation
-    cause = r"TimeoutError: one call took more than 1 s, in .*own.py line 4"
+    cause = r"a loop without an end\? one call took more than 1 s, in .*own.py line 4"
     assert re.fullmatch(cause, violation.observation) and violation.rule == "everybody ends"
     assert violation.iteration == 1
     assert signal.getsignal(signal.SIGVTALRM) is handler
@@ -353,7 +354,7 @@ def test_a_limit_that_a_policy_catches_comes_again(tmp_path, monkeypatch):
         "      while self.chunk: self.prefilling()",
     ])  # fmt: skip
     violation = check_policy(write_policy(tmp_path, catches)).violation
-    assert "TimeoutError" in violation.observation and "line 7" in violation.observation
+    assert "a loop without an end" in violation.observation and "line 7" in violation.observation
 
 
 def test_outside_of_the_main_thread_there_is_no_limit(monkeypatch):

@@ -122,10 +122,11 @@ def test_serve_prints_two_pools_beside_as_many_replicas(
     text = capsys.readouterr().out
     assert "3 replicas" in text and "1 of 3 instances prefill, 2 decode" in text
     assert f"keys and values over {said}\n" in text
-    latencies, _ = printed_tables(text)
-    assert latencies[0][-4:] == ["caused by", "memory P99", "link P50", "link P99"]
+    latencies, _, links = printed_tables(text)
+    assert links[0] == ["seconds", "memory P99", "link P50", "link P99"]
     names = [row[0] for row in latencies[1:]]
     assert names == ["sarathi-serve", "pools 1:2", "pools 1:2 chunks"]
+    assert [row[0] for row in links[1:]] == names[1:]
     runs = json.loads(file.read_text())["runs"]
     assert "link" not in runs["sarathi-serve"]
     assert least_s < runs["pools 1:2"]["link"]["exposed_s"]["p50"] < most_s

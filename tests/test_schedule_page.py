@@ -223,6 +223,12 @@ SENTENCES = [  # policy, load, iteration, what is said of it
         "in nobody more in this iteration.",
     ),
     (
+        "fastgen",
+        dict(requests=[(0, 30, 9)] * 2, pages=5, page_size=16),
+        4,
+        "1 decode and no prefill; 1 running decode waits: this policy leaves decodes out.",
+    ),
+    (
         "sarathi-serve",
         dict(requests=[(0, 130, 9, 128), (2, 500, 9, 128)], prefix_caching=True),
         3,
@@ -248,6 +254,10 @@ def test_a_sentence_says_in_words_why_the_batch_is_as_it_is(show):
         const pen = $("pages").getContext("2d");
         return [2, 14].map(y => pen.getImageData(2, y, 1, 1).data.join()); }"""
     assert len(set(tab.evaluate(stripes))) == 2
+    tab.evaluate("choose({run: 'run 1'})")
+    tab.evaluate("focused.run.iterations[2].free_pages = 3")
+    sentence = tab.evaluate("explain(focused.run, 3)")
+    assert sentence.startswith("Requests 2 and 1 lost their pages")  # for no page
 
 
 def long_run():

@@ -107,7 +107,9 @@ def test_every_policy_has_a_colour_of_its_own_whoever_else_is_drawn():
         hue, _, saturation = rgb_to_hls(*to_rgb(color))
         assert saturation == 0 or 20 < hue * 360 < 330, color  # red is a stall
     assert style.policy_colors(["yours", "vllm"])["vllm"] == colors["vllm"] == POLICY_COLORS["vllm"]
-    assert len(style.policy_colors([f"run {i}" for i in range(20)])) == 20  # more than colours
+    runs = [f"run {i}" for i in range(20)]  # more than colours
+    runs += [f"{policy}, pages of {size}" for policy in ("vllm", "dynamic") for size in (16, 64)]
+    assert len({*style.policy_colors(runs).values()}) == len(runs)
 
 
 def test_one_colour_has_one_meaning():
@@ -278,6 +280,12 @@ def test_published_numbers_are_hollow_markers_beside_bars(file):
     assert [points(line) for line in gain.lines] == [[(2.1, 0)], [(1.0, 1)], [(2.5, 3)]]
     assert {line.get_markerfacecolor() for line in gain.lines} == {"white"}
     assert texts(gain) == ["2.00 ◇2.10", "≥ 3.50 ◇1.00", "1.00", "◇2.50"]
+
+
+def test_panels_of_other_rows_stand_below_each_other(file):
+    panels = {"gain": GAINS, "loss": {"others": Beside(1.0, 2.0)}}
+    axes = plot_beside_published(panels, "T4", file).axes
+    assert [labels(axis) for axis in axes] == [list(GAINS), ["others"]]
 
 
 def test_bars_that_differ_much_are_dots_on_a_log_axis(file):

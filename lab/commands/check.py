@@ -10,6 +10,8 @@ and lab/simulator/referee.py, the loads.
 import argparse
 from dataclasses import dataclass
 
+from tqdm import tqdm
+
 from cli.options import OptionParser, from_args, option, policy_names, whole
 from lab.simulator.referee import check_policy, check_random_loads, rules_of
 
@@ -48,7 +50,8 @@ def main(options: CheckOptions) -> None:
         wasteful = verdict.wasteful
         iterations = verdict.iterations
         if verdict.violation is None and options.random_loads:
-            verdict = check_random_loads(policy, options.random_loads)
+            seeds = tqdm(range(options.random_loads), policy, leave=False, disable=None)
+            verdict = check_random_loads(policy, seeds)
             iterations += verdict.iterations
         if verdict.violation:
             raise ValueError(verdict.violation.sentence)

@@ -28,7 +28,9 @@ def reporting(
     try:
         yield
     except KeyboardInterrupt:
-        print("\ninterrupted: what was measured until then is kept")
+        has_some = len(report) > before
+        end = "what was measured until then is kept" if has_some else "nothing was finished"
+        print(f"\ninterrupted: {end}")
         raise
     finally:
         if len(report) > before:

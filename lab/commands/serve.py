@@ -263,7 +263,7 @@ def compare_runs(comparison: Comparison) -> None:
         write_text(file, page(report["load"], heading, recorders, slo_s=slo_s))
 
     def write_csv(file: str) -> None:
-        write_text(file, requests_csv(runs))
+        write_text(file, requests_csv(runs, slo_s))
 
     with reporting(options, report, show, csv=write_csv, plot=draw, html=write_page):
         for name in comparison.servers:

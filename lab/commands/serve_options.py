@@ -4,7 +4,9 @@ Read next: serve.py."""
 
 import re
 from argparse import ArgumentTypeError, Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cli.loading import MAX_PROCESSES, ModelOptions, add_model_options, model_options, resolve_model
 from cli.options import (
@@ -84,7 +86,11 @@ def two_pools(text: str) -> Pools:
 
 def slo_target(text: str) -> str | float:
     """The type of --slo: a name of a multiple, or a number of seconds."""
-    return text if text in MULTIPLES else number(above=0)(text)
+    try:
+        return text if text in MULTIPLES else number(above=0)(text)
+    except ArgumentTypeError:
+        allowed = "strict, relaxed, a multiple from 1x to 100x, or a number of seconds"
+        raise ArgumentTypeError(f"{text:.60}: must be {allowed}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +134,7 @@ class LoadOptions:
         default_text="none",
     )
     turns: int = option(
-        "each request is a chat of up to so many; --requests and --qps count chats",
+        "each request is a chat of up to so many; rates and --requests count chats",
         type=whole(minimum=1, maximum=10_000),
         default=1,
     )
@@ -182,7 +188,7 @@ class ServeOptions(LoadOptions):
     )
     slo: str | float = option(  # a name in MULTIPLES, or seconds
         "of P99 TBT: strict or relaxed, which are 5x or 25x a decode iteration, another such "
-        "multiple, or seconds",
+        "multiple, as 10x, or seconds",
         type=slo_target,
         default="strict",
     )
@@ -277,17 +283,20 @@ ONLY_SERVE = {
 }
 
 
-def add_options(parser: OptionParser) -> None:
-    """Add the options of the parser's command, "serve" or "capacity"."""
+def add_options(parser: OptionParser, fixed: Mapping[str, Any] | None = None) -> None:
+    """Add the options of the parser's command, "serve" or "capacity", but for those that have the
+    values of `fixed`."""
     command = parser.get_default("command")
     parser.usage = f"{parser.prog} [options]"
     requests_text = str(REQUESTS[command])
     if command == "serve":
-        parser.add_fields(ServeOptions, requests=requests_text)
+        fixed = fixed or {}
+        parser.add_fields(ServeOptions, fixed, requests=requests_text)
     else:
+        fixed = ONLY_SERVE
         requests_text += f", and at least {ROUNDS} times what may run at once"
-        parser.add_fields(CapacityOptions, ONLY_SERVE, requests=requests_text)
-        parser.set_defaults(**ONLY_SERVE)
+        parser.add_fields(CapacityOptions, fixed, requests=requests_text)
+    parser.set_defaults(**fixed)
     add_model_options(parser, "llama3-8b on a GPU with 75 GB or more, else llama-160m")
 
 

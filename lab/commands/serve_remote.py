@@ -48,7 +48,7 @@ class RemoteOptions(LoadOptions):
     slo: float = option(
         "the SLO of P99 TBT, in seconds, required", required=True, type=number(above=0)
     )
-    seed: int = option("of lengths and prompts", type=whole(minimum=0), default=0)
+    seed: int = option("of all that is random", type=whole(minimum=0), default=0)
     csv: str | None = file_option("write a row for each request")
 
 

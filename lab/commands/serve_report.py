@@ -48,7 +48,8 @@ def describe_load(options: LoadOptions, load: str, arrivals: Sequence[Arrival]) 
     if options.qps:
         rate = f" at {options.qps:g} a second"
     median = f"median prompt {prompt_len:g}, output {output_len:g} tokens"
-    return f"load: {load}{rate}; {median}{span}\n"
+    text = textwrap.fill(f"load: {load}{rate}; {median}{span}", 100, break_on_hyphens=False)
+    return f"{text}\n"
 
 
 def format_sizes(machine: Machine, options: ServeOptions, report: Mapping[str, Any]) -> str:
@@ -89,14 +90,13 @@ def format_point(name: str, qps: float | None, judged: JudgedRun, unit: str) -> 
 def print_runs(runs: Mapping[str, JudgedRun], ttft_slo_s: float, tbt_slo_s: float) -> None:
     """Print the tables of `serve`: what clients saw, and what the batches were made of. Runs that
     were disturbed or cut short are marked."""
-    has_link = any(run.link for run in runs.values())
     latencies: dict[str, list[Cell]] = {}
     batches: dict[str, list[Cell]] = {}
+    links: dict[str, list[Cell]] = {}
     for name, run in runs.items():
         cut = f"{name} (cut short)" if run.cut_short else name
         marked = timing.mark(mark_broken(cut, run.broken_rule), run.busy)
         longest = run.stalls.longest
-        link = run.link
         latencies[marked] = [
             ("TTFT P50", run.p50_ttft_s, ",.2f"),
             ("TTFT P99", run.p99_ttft_s, ",.2f"),
@@ -108,11 +108,11 @@ def print_runs(runs: Mapping[str, JudgedRun], ttft_slo_s: float, tbt_slo_s: floa
             ("longest", longest and longest.seconds, ",.3f"),
             ("caused by", longest and longest.caused_by, "d"),
         ]
-        if has_link:
-            latencies[marked] += [
-                ("memory P99", link and link.waited_s.p99, ",.3f"),
-                ("link P50", link and link.exposed_s.p50, ",.4f"),
-                ("link P99", link and link.exposed_s.p99, ",.4f"),
+        if run.link:
+            links[marked] = [
+                ("memory P99", run.link.waited_s.p99, ",.3f"),
+                ("link P50", run.link.exposed_s.p50, ",.4f"),
+                ("link P99", run.link.exposed_s.p99, ",.4f"),
             ]
         batches[marked] = [
             ("goodput", run.goodput_per_s, ",.2f"),
@@ -129,8 +129,10 @@ def print_runs(runs: Mapping[str, JudgedRun], ttft_slo_s: float, tbt_slo_s: floa
         ]
     print(format_table("seconds", latencies), end="\n\n")
     print(format_table("batches", batches))
-    note = NOTE.format(ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s)
-    print(note + (LINK_NOTE if has_link else ""), end="\n\n")
+    print(NOTE.format(ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s), end="\n\n")
+    if links:
+        print(format_table("seconds", links))
+        print(LINK_NOTE, end="\n\n")
 
 
 def print_capacities(searches: Mapping[str, SearchResult[JudgedRun]], unit: str) -> None:
@@ -204,12 +206,12 @@ def conclude(report: Mapping[str, Any]) -> str:
     return textwrap.fill(text, 100, break_on_hyphens=False)
 
 
-def requests_csv(runs: Mapping[str, Run]) -> str:
+def requests_csv(runs: Mapping[str, Run], tbt_slo_s: float) -> str:
     """A row for each request of each run, as the text of a CSV file."""
     rows = [
         {"policy": name, **row}
         for name, run in runs.items()
-        for row in metrics.request_rows(run.completions, run.iterations)
+        for row in metrics.request_rows(run.completions, run.iterations, tbt_slo_s)
     ]
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, rows[0] if rows else [])

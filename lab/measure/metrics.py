@@ -342,9 +342,10 @@ def goodput(
 
 
 def request_rows(
-    completions: Iterable[Completion], iterations: Sequence[Iteration]
+    completions: Iterable[Completion], iterations: Sequence[Iteration], tbt_slo_s: float
 ) -> Iterator[dict[str, Any]]:
-    """A dict for each request of a run, for csv.DictWriter."""
+    """A dict for each request of a run, for csv.DictWriter: of its TBTs "beside_prefill", which
+    have others' prefill in them, "stalls" are longer than the SLO."""
     completions = list(completions)
     stalls_of: dict[int, list[Stall]] = defaultdict(list)
     for stall in find_stalls(completions, iterations):
@@ -367,7 +368,8 @@ def request_rows(
             "p99_tbt_s": tbt.p99,
             "max_tbt_s": tbt.max,
             "latency_s": completion.latency if finished else None,
-            "stalls": len(stalls) if iterations else None,
+            "beside_prefill": len(stalls) if iterations else None,
+            "stalls": sum(s.seconds > tbt_slo_s for s in stalls) if iterations else None,
             "longest_stall_s": longest.seconds if longest else None,
             "caused_by": longest.caused_by if longest else None,
             "preemptions": completion.preemptions if iterations else None,
@@ -402,7 +404,7 @@ def missed(summary: RunSummary, tbt_slo_s: float, *, rate_counts: bool = True) -
         failures.append(f"{rates} requests a second served")
     if queue.grew:
         failures.append(
-            f"the queue grew: median delay of {queue.second_quarter_s:,.2f} s in the second "
-            f"quarter and {queue.last_quarter_s:,.2f} s in the last"
+            f"the queue grew: {offered_per_s:,.3g} requests a second arrive, "
+            f"{queue.scheduled_per_s:,.3g} are scheduled"
         )
     return ", ".join(failures)

@@ -54,8 +54,9 @@ def plot_beside_published(
     ours: str = "simulated",
 ) -> Figure:
     """Draw our numbers as bars, and a paper's as hollow diamonds on them, and write the picture to
-    `file`. All panels have the same names, which stand at the left."""
-    columns = min(2, len(panels))
+    `file`. Names stand at the left; panels with the same ones stand side by side."""
+    rows = {tuple(numbers) for numbers in panels.values()}
+    columns = min(2, len(panels)) if len(rows) == 1 else 1
     figure = style.new_figure(0.9 + sum(heights_of(panels, columns)))
     draw_beside_published(figure, panels, ours, columns)
     return style.finish(figure, title, file, machine)

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure, SubFigure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import Locator, LogLocator, MaxNLocator, NullFormatter
 
 from cli.tables import show
 from policies.cards import CARDS
@@ -98,6 +97,8 @@ BOUND: dict[str, dict[str, Any]] = {  # a number that is known to be as large, o
 }
 ARROWS = {"at least": "≥", "below": "<"}
 LOG_FROM = 50  # times as large as the smallest number of a panel of bars is the largest
+LEGEND_WIDTH = 110  # characters in a legend as wide as a picture
+LINE_WIDTH = 8  # of these for the line before a name
 PLAIN = "{x:g}"  # ticks: 0.01 and 10 on a log scale, instead of powers
 
 
@@ -109,8 +110,12 @@ def batch_color(prefills: int, decodes: int) -> str:
 
 
 def policy_colors(names: Iterable[str]) -> dict[str, str]:
-    """The colour of each name: that of POLICY_COLORS, or else the next of OTHER_COLORS."""
-    spare_colors = cycle(OTHER_COLORS)
+    """The colour of each name: that of POLICY_COLORS, or else one of OTHER_COLORS; if these do not
+    suffice, as of `name_colors`."""
+    names = list(names)
+    if sum(name not in POLICY_COLORS for name in names) > len(OTHER_COLORS):
+        return name_colors(names)
+    spare_colors = iter(OTHER_COLORS)
     return {name: POLICY_COLORS.get(name) or next(spare_colors) for name in names}
 
 
@@ -133,14 +138,20 @@ def name_colors(names: Sequence[str]) -> dict[str, str]:
             settings.setdefault(color, []).append(name)
     for color, variants in settings.items():
         if color:
-            stops = ["black", color, "white"]
-            scale = LinearSegmentedColormap.from_list("shades", stops, N=257)  # one in the middle
-            places = np.linspace(0.25, 0.75, len(variants)) if len(variants) > 1 else [0.5]
+            scale = LinearSegmentedColormap.from_list("shades", [color, "white"])
+            lightest = 0.6
         else:
             scale = colormaps["viridis"]
-            places = np.linspace(0, 0.85, len(variants))
+            lightest = 0.85
+        places = np.linspace(0, lightest, len(variants))
         colors |= {name: to_hex(scale(place)) for name, place in zip(variants, places, strict=True)}
     return colors
+
+
+def legend_columns(names: Sequence[str]) -> int:
+    """How many columns a legend has that is as wide as a picture: at most five."""
+    widest = LINE_WIDTH + max(map(len, names), default=0)
+    return min(5, max(1, LEGEND_WIDTH // widest))
 
 
 def is_published(name: str) -> bool:
@@ -206,7 +217,10 @@ def log_scale(axes: str, panel: Axes) -> None:
         if name in axes and end > 0:
             set_scale("log")
             low, high = axis.get_view_interval()
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+            locator: Locator = LogLocator(subs=(1, 2, 5) if high < 30 * low else (1,), numticks=5)
+            if high < 3 * low:
+                locator = MaxNLocator(2)
+            axis.set_major_locator(locator)
             axis.set_major_formatter(PLAIN)
             axis.set_minor_formatter(NullFormatter())
 

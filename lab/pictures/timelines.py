@@ -258,7 +258,7 @@ def plot_serving(
     top.legend(
         handles,
         names,
-        ncols=min(5, len(runs)),
+        ncols=style.legend_columns(names),
         **style.LEGEND_BELOW,
     )
 

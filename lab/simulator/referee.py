@@ -2,14 +2,14 @@
 
     violation = check_policy("my_policy.py:Eager").violation
 
-`check_policy` simulates loads with ample and with tight memory, with small and large chunks, with
-and without prefix caching. Read first: policies/referee.py and trial.py, whose smaller loads
-other commands simulate. Read next: simulation.py.
+`check_policy` simulates loads of all classes, with ample and with tight memory, with small and
+large chunks, with and without prefix caching. Read first: policies/referee.py and trial.py, whose
+smaller loads other commands simulate. Read next: simulation.py.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import cycle, product
 
 from config import EngineConfig
 from lab.measure.capacity import possible_qps, slo_seconds
@@ -22,6 +22,7 @@ from lab.simulator.simulation import simulate
 from policies import find_policy
 from policies.custom import PolicyError
 from policies.observers import Iteration
+from policies.priority import PRIORITIES
 from policies.referee import RULES, Referee, Violation
 from scheduler import Scheduler
 
@@ -82,6 +83,8 @@ def check_policy(policy: str) -> Verdict:
     slo_s = slo_seconds("strict", base)
     lengths = sample_lengths("sharegpt4", REQUESTS, MAX_LEN, seed=0)
     arrivals = poisson(lengths, LOAD * possible_qps(base, lengths), seed=0)
+    classes = zip(arrivals, cycle(PRIORITIES), strict=False)
+    arrivals = [arrival._replace(priority=priority) for arrival, priority in classes]
     prompts = [[i % 4] * arrival.prompt_len for i, arrival in enumerate(arrivals)]  # share prefixes
     loads: dict[str, RandomLoad] = {}
     for memory, chunk, sharing in product(MEMORY, CHUNKS, (False, True)):
@@ -99,12 +102,11 @@ def check_policy(policy: str) -> Verdict:
     return check_loads(loads.items())
 
 
-def check_random_loads(policy: str, loads: int, first_seed: int = 0) -> Verdict:
-    """Simulate so many small random loads under a policy, until it breaks a rule.
+def check_random_loads(policy: str, seeds: Iterable[int]) -> Verdict:
+    """Simulate a small random load for each seed under a policy, until it breaks a rule.
 
     Each has sizes of its own: of chunks, batches, pages, prompts and outputs, memory from tight to
     ample, with and without prefix caching. Raises ValueError if there is no such policy."""
-    seeds = range(first_seed, first_seed + loads)
     verdict = check_loads((f"{policy}, random load {i}", random_load(policy, i)) for i in seeds)
     return replace(verdict, wasteful="")  # on so small loads that says little
 

@@ -106,8 +106,8 @@ function explain(run, k) {
     const names = list_names(run, iteration.preempted);
     const [subject, pages] = iteration.preempted.length > 1 ? ["requests", "their"]
       : ["request", "its"];
-    sentences.push(
-      `no page was free: ${subject} ${names} lost ${pages} pages and will be computed again`);
+    const reason = was_short_of_pages(run, k) ? "no page was free: " : "";
+    sentences.push(`${reason}${subject} ${names} lost ${pages} pages and will be computed again`);
   }
   sentences.push(explain_batch(run, iteration, length_of));
 
@@ -122,6 +122,7 @@ function explain(run, k) {
     const leaves = counted(decodes.length, "request is", "requests are");
     sentences.push(iteration.micro_batch < run.settings.prefills
       ? `${leaves} on the way to a decode instance`
+      : iteration.decodes.length ? `${wait}: this policy leaves decodes out`
       : `${wait}: this batch is of prefill alone`);
   }
   if (prefills.length) {
@@ -139,6 +140,11 @@ function explain(run, k) {
   }
   return sentence(sentences.join("; "));
 }
+/** Whether there were fewer free pages before iteration `k` than decodes, which take one at most. */
+const was_short_of_pages = ({iterations}, k) => {
+  const {decodes, preempted} = iterations[k];
+  return !k || iterations[k - 1].free_pages < decodes.length + preempted.length;
+};
 /** The chunks and decodes of a batch, in words. `length_of(id)`: the tokens of a request. */
 function explain_batch(run, iteration, length_of) {
   const {budget, chunks, decodes, tokens} = iteration, parts = [];
