@@ -35,14 +35,16 @@ def plot_bars(
 ) -> Figure:
     """Draw a panel for each of `panels`, {its quantity: {name: number}}, and write the picture to
     `file`. Shorter is not always better: the quantities say what a bar is. There are so many
-    columns, or one for each panel; the panels of a row have the same names."""
+    columns, and the panels of a row have the same names and scale; with 0 columns each panel has
+    its own, and a scale of its own."""
     ours = {
         quantity: {name: Beside(number, None) for name, number in numbers.items()}
         for quantity, numbers in panels.items()
     }
+    has_scale = columns > 0
     columns = columns or len(panels)
     figure = style.new_figure(0.4 + sum(heights_of(ours, columns)))
-    draw_beside_published(figure, ours, "", columns)
+    draw_beside_published(figure, ours, "", columns, has_scale=has_scale)
     return style.finish(figure, title, file, machine)
 
 
@@ -72,11 +74,19 @@ def draw_beside_published(
     panels: Panels,
     ours: str = "here",
     columns: int = 1,
+    *,
+    has_scale: bool = False,
 ) -> None:
-    """Draw the panels in so many columns. The legend calls our numbers `ours`; "": no legend."""
+    """Draw the panels in so many columns, those of a row with one scale if it `has_scale`. The
+    legend calls our numbers `ours`; "": no legend."""
     heights = heights_of(panels, columns)
     axes = figure.subplots(
-        len(heights), columns, sharey="row", squeeze=False, height_ratios=heights
+        len(heights),
+        columns,
+        sharex="row" if has_scale else False,
+        sharey="row",
+        squeeze=False,
+        height_ratios=heights,
     )
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
