@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from errors import INT64_MAX, QueueFull, check_bool, check_names, check_sizes, check_type, set_field
+from errors import (
+    INT64_MAX,
+    QueueFull,
+    check_bool,
+    check_names,
+    check_sizes,
+    check_type,
+    check_whole,
+    set_field,
+)
 from kv_cache import Pages
 from policies import check_options, find_policy, make_scheduler, policy_options
 from policies.pages import make_pages
@@ -40,12 +49,14 @@ class EngineConfig:
         set_field(self, "policy_options", dict(self.policy_options))
         check_type("attention", self.attention, str, "the name of a backend")
         check_bool("prefix_caching", self.prefix_caching)
-        optional = ("max_batch", "max_len", "page_size", "pages", "max_waiting")
+        optional = ("max_batch", "page_size", "pages", "max_waiting")
         sizes = [name for name in optional if getattr(self, name) is not None]
         limits = dict.fromkeys(["chunk", *sizes], INT64_MAX)
         if self.pages is not None:
             limits["pages"] = MAX_PAGES
         check_sizes(self, limits)
+        if self.max_len is not None:
+            set_field(self, "max_len", check_whole("max_len", self.max_len, 2))  # prompt, output
         if self.max_len is None or self.page_size is None:
             return
         if self.page_size > self.max_len:

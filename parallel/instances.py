@@ -117,7 +117,7 @@ class PoolsEngine(ReplicasEngine):
     def _send_pages(self, number: int, transfer: Transfer) -> None:
         """Begin a transfer; but end it if it is of no use since an interrupt."""
         request = transfer.request
-        is_dropped = self.pools.transfers.get(request.id) is not transfer
+        is_dropped = self.pools.transfers.get(request) is not transfer
         if is_dropped or request.finish_reason is not None:
             self.pools.end_transfer(transfer)
             self.sending.pop(number)

@@ -110,19 +110,19 @@ class Sent(NamedTuple):
 
 
 class Instance(Scheduler):
-    """What both kinds of instances share: `transfers`, by request id, in the order of the line."""
+    """What both kinds of instances share: `transfers`, by request, in the order of the line."""
 
-    transfers: dict[int, Transfer]
+    transfers: dict[Request, Transfer]
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request. If it is being sent, its pages are freed when the transfer has ended."""
         with self.journal:
-            transfer = self.transfers.get(request.id)
+            transfer = self.transfers.get(request)
             if transfer is not None and transfer.target is not None:
-                transfer.abandoned_pages = request.pages
+                transfer.abandoned_pages = transfer.abandoned_pages or request.pages
                 request.pages = []
             elif transfer is not None:
-                del self.transfers[request.id]
+                del self.transfers[request]
                 if request not in transfer.source.running:
                     transfer.source.pages.free(request.pages)
                     request.pages = []
@@ -163,7 +163,7 @@ class PrefillInstance(Instance):
             is_last_token = len(request.tokens) + 1 == request.prompt_len + request.max_new_tokens
             if chunk.yields_token and not is_last_token:
                 transfer = Transfer(request, source=self, tokens=len(request.tokens))
-                self.transfers.setdefault(request.id, transfer)
+                self.transfers.setdefault(request, transfer)
 
     def advance(
         self, batch: Batch, tokens: Sequence[int | None], now: float
@@ -175,7 +175,7 @@ class PrefillInstance(Instance):
                 continue
             with self.journal:
                 transfer = Transfer(request, source=self, tokens=request.num_computed)
-                self.transfers.setdefault(request.id, transfer)
+                self.transfers.setdefault(request, transfer)
                 self.running.remove(request)
         return new_tokens
 
@@ -246,7 +246,7 @@ class TwoPools:
         self.prefills = [kind(pages, **options) for pages in prefill_pages]
         self.decodes = [DecodeInstance(pages, **options) for pages in decode_pages]
         self.schedulers: list[Instance] = [*self.prefills, *self.decodes]
-        self.transfers: dict[int, Transfer] = {}
+        self.transfers: dict[Request, Transfer] = {}
         self.journal = self.schedulers[0].journal
         self.journal.join(*self.schedulers)
         for scheduler in self.schedulers:
@@ -282,12 +282,12 @@ class TwoPools:
         Returns False if it has ended meanwhile, or began anew: then its pages are free."""
         with self.journal:
             request = transfer.request
-            if self.transfers.get(request.id) is not transfer:
+            if self.transfers.get(request) is not transfer:
                 return False  # an interrupt came, and all has begun anew
             source = transfer.source
             target = transfer.target
             assert target is not None  # it was started
-            del self.transfers[request.id]
+            del self.transfers[request]
             if request.finish_reason is not None:
                 source.pages.free(transfer.abandoned_pages)
                 target.pages.free(transfer.target_pages)

@@ -46,18 +46,21 @@ def write_text(
     completion.text = text[: min([text.find(stop) for stop in stops if stop in text], default=None)]
 
 
-def has_stop(tokenizer: Tokenizer, output: Sequence[int], stops: Sequence[str]) -> bool:
+def has_stop(
+    tokenizer: Tokenizer, tokens: Sequence[int], prompt_len: int, stops: Sequence[str]
+) -> bool:
     """Whether a stop string is in the text of the last tokens, as many as may hold one.
 
     True if the tokenizer fails: then `write_text` says why."""
     longest = LONGEST_CHARACTER * max(len(stop) for stop in stops)  # in tokens
-    first = len(output)
+    first = len(tokens)
     text = ""
     try:
         with refusing("the tokenizer failed"):
-            while first > 0 and len(text) <= longest:
-                first = max(0, first - longest - 1)  # some tokens may have no text
-                text = tokenizer.decode(output[first:])
+            while first > prompt_len and len(text) <= longest:
+                first = max(prompt_len, first - longest - 1)  # some tokens may have no text
+                stream = TextStream(tokenizer, tokens[:first])
+                text = "".join([stream.push(token) for token in tokens[first:]])
     except ValueError:
         return True
     return any(stop in text for stop in stops)
@@ -79,6 +82,9 @@ class TextStream:
         with_text = (token for token in reversed(prompt) if not tokenizer.is_silent(token))
         for token in reversed(list(islice(with_text, LONGEST_CHARACTER))):
             self.push(token)
+        if not self._context:  # the prompt ends with characters of several tokens each
+            whole = (id for id in with_text if HALF_A_CHARACTER not in tokenizer.decode([id]))
+            self._context = list(islice(whole, 1))
         self._begun, _ = self._utf8.getstate()
 
     def push(self, token_id: int) -> str:

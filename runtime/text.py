@@ -58,7 +58,7 @@ class Text:
         stops = request.params.stop
         if self.tokenizer is None or not stops:
             return False
-        return has_stop(self.tokenizer, request.tokens[request.prompt_len :], stops)
+        return has_stop(self.tokenizer, request.tokens, request.prompt_len, stops)
 
     def complete(self, request: Request) -> Completion:
         """The request's Completion, with the output as text, too.

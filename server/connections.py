@@ -4,6 +4,7 @@ Read first: app.py. Read next: __main__.py."""
 
 import asyncio
 import os
+import re
 import signal
 import time
 from types import FrameType
@@ -16,6 +17,7 @@ from cli.console import TWICE_S
 from server.app import Api
 
 HEADERS_S = 10.0  # a connection is closed if no request's headers are complete within this time
+UPGRADE = re.compile(rb"(?<=\r\n)upgrade(?=:)", re.IGNORECASE)  # a line that no JSON has
 MAX_HEADER_BYTES = 65_536  # or if they are longer
 
 
@@ -46,7 +48,7 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self.header_bytes += len(data)
-        super().data_received(data)
+        super().data_received(UPGRADE.sub(b"ignored", data))
         if self.header_bytes > MAX_HEADER_BYTES:
             self.transport.close()
 
@@ -72,6 +74,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             api.app(),
             http=Connection,
+            ws="none",
             access_log=False,
             log_level="error",
             timeout_keep_alive=HEADERS_S,  # pyright: ignore[reportArgumentType]

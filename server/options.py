@@ -61,7 +61,7 @@ class ServerOptions(EngineOptions):
     )
     max_len: int | None = option(
         "the longest prompt and output, in tokens",
-        type=whole(minimum=1),
+        type=whole(minimum=2),
         default_text="2048 or less",
     )
     page_size: int | None = option(

@@ -324,7 +324,9 @@ class RandomLoad(Ledger):
         if self.draw.random() < 0.5:
             engine.pools.start_transfers()  # as if an interrupt came before they are sent
         request_id = self.draw.choice(list(engine.scheduler.requests))
-        self.counts["aborted on the link"] += request_id in engine.pools.transfers
+        self.counts["aborted on the link"] += (
+            engine.scheduler.requests[request_id] in engine.pools.transfers
+        )
         self.abort(request_id)
 
     def step(self):

@@ -219,6 +219,22 @@ def test_a_request_that_ends_with_its_first_token_is_not_sent():
     assert [owned(side.pages) for side in two.schedulers] == [[], []]
 
 
+def test_an_id_may_be_used_again_while_its_first_request_is_being_sent():
+    two = two_pools(chunk=64)
+    first, second = request(0), request(0)
+    prefill(two, first)
+    (transfer,) = two.start_transfers()
+    for _ in range(2):  # the second time does nothing
+        two.prefills[0].finish(first, "abort")
+    prefill(two, second)
+    assert [*two.transfers] == [first, second]
+    assert not two.end_transfer(transfer)
+    (transfer,) = two.start_transfers()
+    assert two.end_transfer(transfer) and two.decodes[0].running == [second]
+    two.decodes[0].finish(second, "abort")
+    assert [owned(side.pages) for side in two.schedulers] == [[], []]
+
+
 def test_a_preempted_request_is_sent_back_to_the_front_of_the_queue():
     two = two_pools(pages=6, chunk=64)
     prefill(two, request(0, prompt_len=11, output_len=10))

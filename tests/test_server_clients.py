@@ -326,6 +326,14 @@ def test_a_body_that_does_not_come_is_an_error_408(monkeypatch):
         assert b"connection: close" in answer.lower()
 
 
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+def test_a_client_that_offers_another_protocol_is_answered_in_this_one(protocol):
+    offer = b"\r\nConnection: Upgrade, close\r\nUpgrade: " + protocol + b"\r\n\r\n"
+    with serving() as served, served.connect() as connection:
+        connection.sendall(http_post().replace(b"\r\n\r\n", offer))
+        assert read_all(connection).startswith(b"HTTP/1.1 200")
+
+
 def reset(connection):
     """Close a connection without a farewell."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers.processing_utils import ProcessorMixin
 
-from pretrained.streams import TextStream, decode_output
+from pretrained.streams import TextStream, decode_output, has_stop
 from pretrained.tokenizers import (
     BYTE_OF_LETTER,
     byte_tokenizer,
@@ -360,6 +360,9 @@ def test_a_space_is_kept_behind_many_special_tokens_of_a_prompt(every):
     assert TextStream(inner, [1]).push(hello) == "hello"
     stream = TextStream(inner, [1, hello, *[2] * 100])
     assert stream.push(hello) + stream.push(2) + stream.push(hello) == " hello hello"
+    emoji = in_bytes("sentencepiece", "😀漢漢".encode())
+    assert TextStream(inner, [1, hello, *emoji]).push(hello) == " hello"
+    assert has_stop(inner, [1, hello, hello], 2, [" hello"])  # as the text behind the prompt has it
 
 
 @every_kind
