@@ -191,8 +191,9 @@ def test_a_report_is_kept_when_a_run_is_broken_off_if_there_is_any(tmp_path, cap
         assert os.listdir(tmp_path) == files
     written = json.loads((tmp_path / "report.json").read_text())
     assert written == {"options": vars(choice), "machine": "this", "0": 0}
-    told = "\ninterrupted: what was measured until then is kept\n"
-    assert capsys.readouterr().out == f"{told}{told}wrote {choice.json}\n"
+    ends = ["nothing was finished", "what was measured until then is kept"]
+    nothing, some = (f"\ninterrupted: {end}\n" for end in ends)
+    assert capsys.readouterr().out == f"{nothing}{some}wrote {choice.json}\n"
 
 
 def test_memory_is_asked_for_before_it_is_taken(monkeypatch):

@@ -200,7 +200,7 @@ def test_without_an_slo_auto_takes_the_strict_one(law, policy, tile):
     assert chunk == max(b for b in range(tile, 257, tile) if linear(b, 128, 8) <= strict)
 
 
-@pytest.mark.parametrize("max_len, max_batch", [(1, 1), (2, 3), (20, 40), (33, 40), (64, 40)])
+@pytest.mark.parametrize("max_len, max_batch", [(2, 1), (2, 3), (20, 40), (33, 40), (64, 40)])
 @pytest.mark.parametrize("policy", ["sarathi-serve", "sarathi", "priority", "chunked-only"])
 def test_auto_works_however_short_the_requests_are(law, policy, max_len, max_batch):
     law(lambda budget, context, decodes: 1.0)

@@ -94,7 +94,7 @@ def time_iterations(runner: TimedRunner, cases: Sequence[Case], repeats: int = 2
 
 def base_context(max_len: int) -> int:
     """Context of the base decode iteration: 4,096 tokens, or max_len / 2 where that is less."""
-    return max(1, min(4096, max_len // 2))
+    return min(4096, max_len // 2)
 
 
 def choose_budget(
@@ -159,7 +159,7 @@ def auto_budget(engine: Engine) -> EngineConfig:
         base = time_base_iteration(runner, config.attention)
         tbt_slo = SLOS["strict"] * base.seconds
         timed.append(base)
-    context = max(1, cache.max_len // 2)
+    context = cache.max_len // 2
     requests_that_fit = max(1, cache.pages * cache.page_size // context)
     decodes = min(BASE_BATCH, engine.scheduler.max_batch, requests_that_fit)
     chunk, profile = choose_budget(runner, tbt_slo, decodes, [context], tile, cache.max_len)
