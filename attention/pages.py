@@ -1,6 +1,7 @@
 """What kernels need to know of pages: block tables, or where pages are copied side by side."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ def rows_of_scattered(tables: Sequence[list[int]], cache: KVCache) -> list[Tenso
         scattered.append([] if is_in_place else table)
     if not any(scattered):
         return [None] * len(tables)
-    rows = page_rows(sum(scattered, []), cache)  # all in one transfer
+    rows = page_rows([*chain.from_iterable(scattered)], cache)  # all in one transfer
     parts = rows.split([len(table) for table in scattered], dim=-1)
     return [part.flatten() if part.numel() else None for part in parts]
 

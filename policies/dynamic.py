@@ -30,7 +30,7 @@ class Dynamic(SarathiServe):
     """Algorithm 3 with as much prefill beside the decodes as the SLO allows.
 
     `tbt_slo` limits the time between tokens, in seconds; without it the budget is `chunk`. The
-    prefill is a multiple of `tile` tokens. IterationTime predicts how long a batch takes. It may
+    batch has a multiple of `tile` tokens. IterationTime predicts how long a batch takes. It may
     begin with a `profile`, a list of (BatchShape, seconds), see token_budget.py."""
 
     def __init__(

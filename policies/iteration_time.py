@@ -5,7 +5,7 @@ token_budget.py). But the prefill that fits changes with the decodes, their cont
 part of the prompt, and the machine. So `IterationTime` predicts the time of a batch from its
 contents, instead of an average per token. It learns from each batch that ran.
 
-Read next: dynamic.py."""
+Read first: dynamic.py."""
 
 import math
 from bisect import bisect_right
@@ -136,7 +136,8 @@ class IterationTime:
         """How many tokens of a prefill fit into a batch of this shape that may take `seconds`.
 
         The chunk comes after `start` tokens of its request. Prediction and margin decide. The
-        result is a multiple of `tile` tokens, the tile of the matrix products (§4.3), or `limit`.
+        tokens of the whole batch are a multiple of `tile`, the tile of the matrix products (§4.3),
+        or the result is 0 or `limit`.
 
         It is at most half as much again as the largest prefill that was ever timed, or one tile
         more (16 tokens at first). So the unknown is tried in steps."""
@@ -150,8 +151,10 @@ class IterationTime:
 
         if limit <= reach and slowest_seconds(limit) <= seconds:
             return limit
-        sizes = range(tile, min(limit, reach) + 1, tile)  # the time grows with the size
-        return tile * bisect_right(sizes, seconds, key=slowest_seconds)
+        first = tile - (shape.decodes + shape.prefill_tokens) % tile
+        sizes = range(first, min(limit, reach) + 1, tile)  # the time grows with the size
+        fitting = bisect_right(sizes, seconds, key=slowest_seconds)
+        return sizes[fitting - 1] if fitting else 0
 
     def _learn_scale(self, error: float) -> None:
         """Follow the machine's speed."""

@@ -23,10 +23,9 @@ def make_pages(total: int, page_size: int, prefix_caching: bool = False) -> Page
 
 
 class PagesInRuns(Pages):
-    """Pages that follow each other wherever possible.
+    """Pages that follow each other at admission, and after it as long as the next one is free.
 
-    Then attention on a CPU reads keys and values in place: with float32 and pages of 16 tokens,
-    decodes take half the time of those in scattered pages."""
+    Then attention on a CPU reads keys and values in place, and need not gather them."""
 
     def choose(self, count: int, after: int | None) -> list[int]:
         """For a new request, pages from the longest runs of free ones. For one that grows, the next
