@@ -138,3 +138,8 @@ def test_presets_have_their_published_size(name, size):
     model = GPT(GPTConfig.preset(name), "meta", seed=None)
     count = sum(p.numel() for p in model.parameters())
     assert count == size or count == pytest.approx(size, rel=0.01)
+
+
+def test_a_model_needs_memory_for_the_table_that_it_builds(monkeypatch):
+    monkeypatch.setattr("runtime.memory._free_in_all", lambda device: 10**8)  # bytes
+    tiny_model(max_positions=2**24)  # whose table of all positions takes 1.1 GB
