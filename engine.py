@@ -281,8 +281,8 @@ class Engine:
             self._next_id = ids.start
 
     def warm_up(self) -> None:
-        """Serve the longest prompt, then as many requests as may run, and forget them, so that page
-        faults and compilations are over. Raises ValueError while requests run."""
+        """Serve the longest prompt with a decode, then as many requests as may run, and forget all,
+        so that page faults and compilations are over. Raises ValueError while requests run."""
         if self.has_work:
             raise ValueError("warm_up: requests are running, step() or abort() them")
         self.drop([])  # what the cache holds is lost
