@@ -30,8 +30,10 @@ from pretrained.random_weights import init_weight, weight_generator
 from pretrained.rope import rope_table
 from pretrained.sharding import Slices, slices_of
 from request import Chunk
-from runtime.memory import ROPE_POSITIONS, check_model_fits, check_placement
+from runtime.memory import check_model_fits, check_placement
 from runtime.pieces import by_rows
+
+ROPE_POSITIONS = 4096  # of a new model's table
 
 
 class FlatBatch(NamedTuple):

@@ -26,8 +26,6 @@ MAX_LEN = 2048  # the largest default of max_len
 CUDA_TILE = 128  # tokens in a tile of matrix products on a GPU (SARATHI §4.4)
 SMALL_PAGE = 64  # tokens
 FLASH_PAGE = 256  # tokens: attention/flash.py reads pages of a multiple of it
-ROPE_POSITIONS = 4096  # of a new model's table
-ROPE_COPIES = 7  # of its result: what model.rope_table takes of the CPU's memory for a while
 
 
 class ModelLike(Protocol):
@@ -42,10 +40,8 @@ class ModelLike(Protocol):
 
 
 class ModelWithWeights(Protocol):
-    """The parts of a model.GPT that decide on its own size."""
+    """The part of a model.GPT that decides on its own size."""
 
-    @property
-    def config(self) -> GPTConfig: ...
     def parameters(self) -> Iterator[Tensor]: ...
 
 
@@ -104,12 +100,9 @@ def check_model_fits(description: str, model: ModelWithWeights, device: torch.de
     if device.type == "meta":  # which takes none
         return
     weight_bytes = sum(weights.numel() * weights.itemsize for weights in model.parameters())
-    positions = min(model.config.max_positions, ROPE_POSITIONS)  # of a new model
-    rope_bytes = positions * 2 * model.config.head_dim * torch.float32.itemsize
-    _check_free(description, ROPE_COPIES * rope_bytes, _free_in_all(torch.device("cpu")))
     # Other processes of torchrun may have loaded their part already: this one's share may be less
     # than it takes, and all of the rest is enough.
-    _check_free(description, weight_bytes + rope_bytes, _free_in_all(device))
+    _check_free(description, weight_bytes, _free_in_all(device))
 
 
 def check_memory(description: str, wanted_bytes: int, device: torch.device) -> None:

@@ -227,14 +227,6 @@ def test_a_json_file_that_is_too_long_is_refused_before_it_is_read(copy, monkeyp
     assert check(directory) == f"{path}: has {path.stat().st_size} bytes, must have at most 100"
 
 
-def test_a_long_context_that_does_not_fit_is_refused_before_it_is_made(copy, monkeypatch):
-    directory = copy()
-    edit(directory / "config.json", put(max_position_embeddings=2**24))
-    monkeypatch.setattr("model.rope_table", lambda *_: pytest.fail("made a table"))
-    monkeypatch.setattr("runtime.memory._free_in_all", lambda device: 2**30)
-    assert "this model: takes 7.5 GB, 1.1 GB are free" in check(directory)
-
-
 ENDLESS = dict(direction="Right", pad_id=0, pad_type_id=0, pad_token="<unk>")
 ENDLESS |= dict(strategy={"Fixed": 10**9}, pad_to_multiple_of=None)
 CUT = dict(direction="Right", max_length=1, strategy="LongestFirst", stride=0)

@@ -267,7 +267,7 @@ def test_what_is_made_of_a_base():
 
 
 @pytest.mark.parametrize(
-    "max_len, context, chunk", [(512, 256, 128), (9000, 4096, 128), (3, 1, 3), (1, 1, 1)]
+    "max_len, context, chunk", [(512, 256, 128), (9000, 4096, 128), (3, 1, 3), (2, 1, 2)]
 )
 def test_the_base_is_a_decode_of_32_at_half_the_longest_context(
     max_len, context, chunk, monkeypatch
