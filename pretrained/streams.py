@@ -83,8 +83,10 @@ class TextStream:
         for token in reversed(list(islice(with_text, LONGEST_CHARACTER))):
             self.push(token)
         if not self._context:  # the prompt ends with characters of several tokens each
-            whole = (id for id in with_text if HALF_A_CHARACTER not in tokenizer.decode([id]))
-            self._context = list(islice(whole, 1))
+            whole_tokens = (
+                token for token in with_text if HALF_A_CHARACTER not in tokenizer.decode([token])
+            )
+            self._context = list(islice(whole_tokens, 1))
         self._begun, _ = self._utf8.getstate()
 
     def push(self, token_id: int) -> str:
