@@ -10,7 +10,7 @@ from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure, SubFigure
-from matplotlib.ticker import Locator, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from cli.tables import show
 from policies.cards import CARDS
@@ -217,10 +217,11 @@ def log_scale(axes: str, panel: Axes) -> None:
         if name in axes and end > 0:
             set_scale("log")
             low, high = axis.get_view_interval()
-            locator: Locator = LogLocator(subs=(1, 2, 5) if high < 30 * low else (1,), numticks=5)
-            if high < 3 * low:
-                locator = MaxNLocator(2)
-            axis.set_major_locator(locator)
+            subs = (1, 2, 5) if high < 30 * low else (1,)
+            is_narrow = high < 3 * low
+            axis.set_major_locator(
+                MaxNLocator(2) if is_narrow else LogLocator(10, subs, numticks=5)
+            )
             axis.set_major_formatter(PLAIN)
             axis.set_minor_formatter(NullFormatter())
 
