@@ -17,7 +17,6 @@ import sample
 import server.__main__
 from cli.loading import add_model_options, load_model, model_options, resolve_model
 from cli.options import OptionParser, number, policies_with_chunks
-from lab.measure import timing as measure
 from policies import POLICIES
 
 HERE = Path(__file__).parent.parent
@@ -47,43 +46,24 @@ def own(tmp_path):
 
 
 @pytest.mark.timeout(900)
-def test_offline_prints_and_writes_everything(tmp_path, capsys, own):
+def test_offline_serves_every_policy_and_one_of_a_file(tmp_path, own):
     policies = [name for name in POLICIES if name != "dynamic"] + [f"{own}:Mine"]
     files = [f"--json={tmp_path / 'r.json'}", f"--plot={tmp_path / 't.png'}"]
-    bench.main([*TINY, "--policies", ",".join(policies), *files])
-    text = capsys.readouterr().out
-    report = json.loads((tmp_path / "r.json").read_text())
+    bench.main([*TINY, "--requests=10", "--policies", ",".join(policies), *files])
+    report = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert report["options"]["chunk"] == 32 and report["options"]["pd_ratio"] == 16
     assert report["options"]["policies"] == policies
     here = report["machine"]
     assert (here["dtype"], here["model"]) == ("float32", "llama-tiny")
-    headings = ["TFLOP/s", "measured limits", "SARATHI, Table 2", "2. End to end", "3. "]
-    for heading in (*headings, here["device"], report["conclusion"]):
-        assert heading in text
-    assert f"\nsame text under all {len(policies)} policies: 10 of 10 requests" in text
-    table = report["decode_maximal"]
-    counts = {name: (row["prefill_tokens"], row["decodes"]) for name, row in table.items()}
-    assert counts == {
-        "prompt": (80, 0),
-        "prefill-only": (30, 0),
-        "decode-only": (0, 3),
-        "decode-maximal": (30, 2),
-    }
-    assert f"|            30 + 2 | {table['decode-maximal']['products_ms']:8.1f} |" in text
+    assert report["equal_texts"] == 10
     rows = report["end_to_end"]
     assert list(rows) == policies and rows["request-level"]["gain"] == 1
     # 10 requests of 75 + 5 tokens; the first two want 1 and 3; the last of each is not computed
     computed = 10 * 75 + 8 * 5 + 1 + 3 - 10
-    for name, row in rows.items():
-        assert f"| {name} " in text and f"{row['tokens_per_s']:,.0f}" in text
+    for row in rows.values():
         assert round(row["tokens_per_iteration"] * row["iterations"]) == computed
     assert rows[f"{own}:Mine"]["iterations"] == rows["vllm"]["iterations"]
     assert rows["request-level"]["longest_stall_s"] == 0 and rows["vllm"]["longest_stall_s"] > 0
-    before, _, after = text.partition("2. End to end")
-    for name in policies:  # a line when it is done, then the table
-        assert re.search(rf"(?m)^{re.escape(name)}: 10 requests in \d+\.\d s$", before)
-        assert f"\n| {name} " in after
-    assert f"promise {report['promised_gain']:.2f}x" in text or measure.TOO_BUSY in text
     assert (tmp_path / "t.png").stat().st_size > 10_000
 
 
@@ -107,8 +87,7 @@ def test_help_explains_every_option_with_its_default(command, capsys):
     assert all("(default: " in " ".join(block.split()) for block in blocks)
     if command == "offline":
         files = {"json", "plot", "html"}
-        sizes = {"batch", "seq-len", "pd-ratio", "lockstep", "chunk", "policies", "requests"}
-        sizes.add("explain")
+        sizes = {"batch", "seq-len", "pd-ratio", "chunk", "policies", "requests"}
         assert set(options) == MODEL_OPTIONS | sizes | files | {"layers"}
         text = " ".join(text.split())
         assert all(f"(default: {default})" in text for default in ("256", "off", "none"))
@@ -201,8 +180,6 @@ REFUSED += [
     ("batches", "batches: give some, as in 2048/256 6x1@1024, or else --slo"),
     ("batches 8 --slo 1", "batches: give some, as in 2048/256 6x1@1024, or else --slo"),
     ("batches 8 --tile 2", "--tile: goes with --slo"),
-    ("--explain --policies sarathi,vllm", "--explain: needs --policies request-level,sarathi"),
-    ("--explain --requests 12", "--requests 12: must be at least 13, 2 B + 1, with --explain"),
     ("--model llama-160m", "--model llama-160m: is a preset, write --preset llama-160m"),
     (f"serve {A100} --pools 2", "--pools '2': must be PREFILL:DECODE"),
     (f"serve {A100} --pools 1:1 --pp 2", "--pools: goes without --pp and --replicas"),
@@ -265,7 +242,7 @@ def test_a_model_of_the_hub_or_a_directory_may_have_a_name_of_a_preset(tmp_path,
 def test_what_was_left_open_is_filled_in(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     _, options = bench.parse_args(["--preset", "llama-tiny", "--seq-len", "9000", "--batch", "5"])
-    assert (options.requests, options.pd_ratio) == (16, 256 / 4)
+    assert (options.requests, options.pd_ratio) == (None, 256 / 4)
     resolved = resolve_model(parse_model(["--preset", "llama-tiny"]))
     assert (resolved.device, resolved.preset) == ("cpu", "llama-tiny")
     assert resolve_model(parse_model([])).preset == "llama-160m"

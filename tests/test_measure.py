@@ -167,7 +167,7 @@ def test_bandwidth_and_ridge_are_bytes_and_rows(monkeypatch):
     monkeypatch.setattr(measure, "interleaved", lambda *_, **__: ms)
     monkeypatch.setattr(measure.Probe, "take", lambda self: 0.1)
     assert machine_info.memory_bandwidth(CPU) == pytest.approx(512 * 2**20 / 0.010)
-    monkeypatch.setattr(machine_info, "memory_bandwidth", lambda device: 1e10)
+    monkeypatch.setattr(machine_info, "memory_bandwidth", lambda device, clock: 1e10)
     model = tiny_model(dtype=torch.float32)
     info = machine_info.measure_machine(model, "tiny", 16)
     weights = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)

@@ -1,28 +1,58 @@
-"""Table 2, the policies end to end and the conclusion. No timing is asserted here."""
+"""What a decode costs, and the policies end to end: held against sums by hand, on clocks that are
+pretended. No real timing is asserted here."""
 
 import json
+import random
+import statistics
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 import bench
 from lab.commands import offline
-from lab.measure import metrics, offline_load, timing
-from lab.measure.batch_times import BatchTime
-from lab.measure.decode_maximal import compare_decodes
+from lab.measure import decode_cost, metrics, offline_load, timing
+from lab.measure.decode_cost import measure_decode_cost
+from lab.measure.decode_maximal import table_2_batches
 from lab.measure.load_run import Clock
-from lab.measure.offline_load import OfflineLoad, PolicyRun, policy_runs
+from lab.measure.offline_load import OfflineLoad, policy_runs
 from lab.measure.run_loop import Run
 from policies.observers import ChunkRecord, Iteration
 from request import Completion
-from tests.helpers import machine_info
 
-TOTAL_MS = {"prompt": 200.0, "prefill-only": 100.0, "decode-only": 30.0, "decode-maximal": 110.0}
-PRODUCTS_MS = {"prompt": 154.0, "prefill-only": 80.0, "decode-only": 20.0, "decode-maximal": 81.0}
-HEAD_MS = 14.0  # of the products of a whole prompt
+CHUNK, DECODES, HYBRID, PROMPT = 100.0, 30.0, 110.0, 200.0  # ms of batches by their size
+
+
+class PretendedRunner:
+    """Computes batches of a prompt of 20 tokens, of 10 of them, of 3 decodes, of 10 tokens and 2
+    decodes; they take what is said above, and `drift_ms` more with each batch."""
+
+    def __init__(self, drift_ms=0.0, noise_ms=0.0):
+        self.model = SimpleNamespace(device=torch.device("cpu"))
+        self.cache = SimpleNamespace(data=torch.zeros(1))
+        self.now = 0.0
+        self.drift_ms = drift_ms
+        self.noise = random.Random(0)
+        self.noise_ms = noise_ms
+        self.calls = []
+
+    def clock(self):
+        return self.now
+
+    def greedy(self, spans):
+        ms = {(20,): PROMPT, (10,): CHUNK, (1, 1, 1): DECODES, (10, 1, 1): HYBRID}
+        lengths = tuple(span.length for span in spans)
+        self.calls.append(lengths)
+        taken_ms = ms[lengths] + self.drift_ms * len(self.calls)
+        self.now += (taken_ms + self.noise.gauss(0, self.noise_ms)) / 1e3
+        return []
+
+
+def cost_of(runner, clock=None, **settings):
+    """What a decode costs on that runner."""
+    batches = table_2_batches(context=20, batch=3, chunk=12)
+    return measure_decode_cost(runner, batches, clock=clock or runner.clock, **settings)
 
 
 @pytest.fixture(autouse=True)
@@ -31,93 +61,98 @@ def idle_machine(monkeypatch):
     monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.0)
 
 
-def load_of(**changes):
-    """An OfflineLoad that is small."""
-    defaults = {"seq_len": 20, "pd_ratio": 3.0, "batch": 3, "requests": 7, "seed": 4}
-    return OfflineLoad(**defaults | changes)
-
-
-def table_2(*, total_ms=None, device_ms=None, spread=0.0, busy=False):
-    """Table 2 of batches that take so long: of 3 decodes, and of 10 tokens of a prompt of 20 with 2
-    decodes. A decode costs 10 ms alone and 5 ms riding."""
-    times = {}
-    for name, ms in (TOTAL_MS | (total_ms or {})).items():
-        parts = dict.fromkeys(("preproj_ms", "postproj_ms", "ffn_ln1_ms", "ffn_ln2_ms"), 0.0)
-        times[name] = BatchTime(
-            **parts,
-            total_ms=ms,
-            products_ms=PRODUCTS_MS[name],
-            head_ms=HEAD_MS,
-            attention_ms=0.0,
-            attention_limit_ms=0.0,
-            other_ms=0.0,
-            spread=spread,
-            busy=busy,
-            launch_ms=39.0 if device_ms else None,
-            device_ms=device_ms[name] if device_ms else None,
-        )
-    return compare_decodes(times, context=20, batch=3, chunk=12)
-
-
 def test_a_decode_costs_what_a_batch_takes_longer_with_it():
-    """The gain that is promised: the products of 10 tokens of whole prompts and 2 / 3 of a
-    decode-only batch, over those of 12 rows that all cost what one of a whole prompt does."""
-    table = table_2()
-    promised = (10 * 140 / 20 + 20 * 2 / 3) / (12 * 140 / 20)  # without the head
-    assert table.promised_gain == pytest.approx(promised)
-    rows = table.rows.values()
-    assert [row.prefill_tokens for row in rows] == [20, 10, 0, 10]
-    assert [row.decodes for row in rows] == [0, 0, 3, 2]
-    assert [row.prefill_token_ms for row in rows] == [10, 10, None, 10]
-    assert [row.decode_token_ms for row in rows] == [None, None, 10, 5]
-    assert table.speedup == pytest.approx(10 / 5) and table.device_speedup is None
-    assert not table.busy and table_2(busy=True).busy
+    """The gain that is promised: 10 tokens at the rate of a whole prompt, and 2 decodes alone, over
+    the hybrid batch."""
+    cost = cost_of(PretendedRunner())
+    assert (cost.prefill_tokens, cost.decodes, cost.pairs) == (10, 2, decode_cost.PAIRS)
+    assert cost.alone_ms.value == pytest.approx(30 / 3) and cost.alone_ms.error < 1e-6
+    assert cost.beside_ms.value == pytest.approx((110 - 100) / 2)
+    assert cost.speedup.value == pytest.approx(10 / 5)
+    assert cost.promised_gain.value == pytest.approx((10 * 200 / 20 + 2 * 10) / 110)
+    assert cost.wall_per_clock > 0 and not cost.busy
 
 
-def test_a_cost_below_the_noise_is_not_a_speedup():
-    assert table_2(spread=0.19).speedup == pytest.approx(10 / 5)  # 10 ms, the noise is 9.5
-    assert table_2(spread=0.21).speedup is None
-    assert table_2(spread=0.1).products_speedup is None  # 1 ms, the noise is 4
+def test_a_drift_of_the_machine_cancels_in_pairs_that_turn_around():
+    runner = PretendedRunner(drift_ms=0.5)
+    cost = cost_of(runner)
+    assert cost.chunk_ms.value > 105  # each batch is slower than the one before
+    assert cost.beside_ms.value == pytest.approx(5, abs=0.26)
+    assert abs(cost.beside_ms.value - 5) <= 2 * cost.beside_ms.error
+    pairs = [lengths for lengths in runner.calls[4:] if lengths in ((10,), (10, 1, 1))]
+    first = pairs[::2]
+    assert len(set(first)) == 2 and abs(first.count((10,)) - first.count((10, 1, 1))) <= 1
 
 
-def printed(table, capsys):
-    """What is printed of a table."""
-    offline.print_decode_maximal(table, SimpleNamespace(chunk=12, batch=3, seq_len=20))
-    return capsys.readouterr().out
+def test_the_error_of_a_median_is_that_of_many_repetitions():
+    source = random.Random(1)
+    runs = [timing.estimate([source.gauss(50, 3) for _ in range(28)]) for _ in range(3000)]
+    spread = statistics.stdev(run.value for run in runs)
+    assert statistics.fmean(run.error for run in runs) == pytest.approx(spread, rel=0.1)
 
 
-def test_decodes_that_ride_for_nothing_are_not_launches_that_do(capsys):
-    """Every batch takes 40 ms to launch, decodes 5 ms to compute and a chunk 20, both together 24:
-    the device's time tells that a decode costs 2 ms riding and 5 / 3 ms alone."""
-    device_ms = {"prompt": 35.0, "prefill-only": 20.0, "decode-only": 5.0, "decode-maximal": 24.0}
-    table = table_2(total_ms=dict.fromkeys(TOTAL_MS, 40.0), device_ms=device_ms)
-    assert table.speedup is None  # for nothing, it seems
-    assert table.device_speedup == pytest.approx((5 / 3) / (4 / 2))
-    text = printed(table, capsys)
-    assert "of the time of the device 0.8x" in text and "launch | device |" in text
-    assert f"bound by launches, not by the device: {', '.join(device_ms)}\n" in text
+def test_the_error_of_a_speedup_is_that_of_many_measurements():
+    costs = []
+    for seed in range(300):
+        runner = PretendedRunner(noise_ms=1.0)
+        runner.noise.seed(seed)
+        costs.append(cost_of(runner))
+    spread = statistics.stdev(cost.speedup.value for cost in costs)
+    error = statistics.fmean(cost.speedup.error for cost in costs)
+    assert error == pytest.approx(spread, rel=0.2)
+    spread = statistics.stdev(cost.promised_gain.value for cost in costs)
+    error = statistics.fmean(cost.promised_gain.error for cost in costs)
+    assert error == pytest.approx(spread, rel=0.3)  # a prompt is timed 4 times
 
 
-def test_no_negative_cost_is_printed(capsys):
-    text = printed(table_2(total_ms={"decode-maximal": 90.0}), capsys)
-    *_, row = [line for line in text.splitlines() if line.startswith("| ")]
-    assert [cell.strip() for cell in row.split("|")][1:3] == ["decode-maximal", "10 + 2"]
-    assert row.split("|")[-2].strip() == "-"
+def test_what_is_lost_in_the_noise_is_no_speedup(monkeypatch):
+    cost = cost_of(PretendedRunner())
+    assert replace(cost, beside_ms=timing.Estimate(5, 2.4)).speedup.value == pytest.approx(2)
+    assert replace(cost, beside_ms=timing.Estimate(5, 2.6)).speedup is None
+    assert replace(cost, beside_ms=timing.Estimate(-1, 0.1)).speedup is None
+    monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.5)
+    assert cost_of(PretendedRunner()).speedup is None
+
+
+def test_fewer_pairs_are_timed_where_they_take_longer(monkeypatch):
+    runner = PretendedRunner()
+    monkeypatch.setattr(decode_cost.time, "perf_counter", runner.clock)
+    cost = cost_of(runner, limit_s=4.0)  # a pair takes 0.27 s with the decodes, and some prompts
+    assert decode_cost.FEWEST_PAIRS < cost.pairs < decode_cost.PAIRS
+    assert runner.now < 4.0 + 1.0
+    assert cost_of(runner, limit_s=0.0).pairs == decode_cost.FEWEST_PAIRS
+
+
+def test_one_thread_computes_in_its_block():
+    threads = torch.get_num_threads()
+    with timing.one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == threads
+
+
+def costs_of(wall_per_clock=1.0, token_ms=0.2):
+    """Costs of a hybrid batch of 256 tokens, each of which takes so long."""
+    cost = replace(
+        cost_of(PretendedRunner()),
+        hybrid_ms=timing.Estimate(256 * token_ms, 0.0),
+        wall_per_clock=wall_per_clock,
+    )
+    return offline.Costs(cpu=cost, wall=None, parts={})
 
 
 @pytest.mark.parametrize(
-    "token_ms, requests",
+    "token_ms, wall_per_clock, requests",
     [
-        (0.2, 19),  # 3 B + 1 for a fast machine: 25 would take 25 s
-        (0.3125, 16),  # 5 policies x 1,000 tokens x 0.3125 ms = 1.5625 s for each request
-        (2.5, 13),  # 2 B + 1 for a slow one: 2 would take 25 s
+        (0.1, 1.0, 37),  # MOST_ROUNDS and the first: more would take less than 40 s
+        (0.3125, 1.0, 25),  # 5 policies x 1,000 tokens x 0.3125 ms = 1.5625 s for each: 25.6
+        (0.3125, 1.5, 13),  # on a machine that others use
+        (5.0, 1.0, 7),
     ],
 )
-def test_a_slow_machine_serves_fewer_requests_but_a_full_round(token_ms, requests):
-    table = table_2(total_ms={"decode-maximal": 12 * token_ms})
+def test_a_slow_machine_serves_fewer_rounds(token_ms, wall_per_clock, requests):
     options = options_of("--pd-ratio", "1e9")  # 1,000 tokens, the one of the output is not computed
-    assert (options.requests, len(options.policies)) == (19, 5)
-    assert offline.affordable_requests(table, options) == requests
+    costs = costs_of(wall_per_clock, token_ms)
+    assert offline.affordable_requests(costs, options) == requests
 
 
 def options_of(*argv):
@@ -129,47 +164,15 @@ def options_of(*argv):
 @pytest.mark.parametrize(
     "argv, layers",
     [
-        ([], 2),  # of 6: 5 policies x 13 requests x 1,000 tokens take 65 s for 2, 97 s for 3
+        ([], 2),
         (["--layers", "6"], 6),
         (["--preset", "llama-tiny"], None),  # it has two
         (["--preset", "llama-7b"], 2),
         (["--model", "gpt2"], None),  # a checkpoint is computed as it is
     ],
 )
-def test_a_slow_cpu_computes_fewer_layers(argv, layers, monkeypatch, capsys):
-    def time_layer(config, dtype, *, chunk, context, attention):
-        assert (chunk, context, dtype) == (256, 1000, torch.float32)
-        return 0.128  # 0.5 ms for each token
-
-    monkeypatch.setattr(offline, "time_layer", time_layer)
-    options = options_of(*argv)
-    cut = offline.affordable_layers(options, tokens=65_000, limit_s=70.0)
-    assert cut == replace(options.model, layers=layers)
-    was_cut = cut != options.model
-    assert (f"{options.model.name} with {layers} of its" in capsys.readouterr().out) == was_cut
-
-
-@pytest.mark.parametrize("given, served", [([], 7), (["--requests", "8"], 8)])
-def test_fewer_requests_are_served_only_where_none_are_asked_for(
-    given, served, monkeypatch, tmp_path, capsys
-):
-    monkeypatch.setattr(offline, "MORE_REQUESTS_S", 0)
-    file = tmp_path / "report.json"
-    argv = "--preset llama-tiny --chunk 16 --batch 3 --seq-len 40 --device cpu --policies vllm"
-    bench.main([*argv.split(), *given, f"--json={file}"])
-    text = capsys.readouterr().out
-    assert f"\n2. End to end: {served} requests of" in text
-    assert f"\nserving {served} requests under each policy, " in text
-    assert len(json.loads(file.read_text())["end_to_end"]) == 1
-
-
-def test_requests_whose_output_depends_on_the_policy_are_counted():
-    rows = {name: SimpleNamespace(run=run_of([], 1.0)) for name in ("vllm", "sarathi")}
-    line = offline.equal_tokens_line(rows, "float32")
-    assert line == "same text under all 2 policies: 2 of 2 requests, token for token"
-    rows["sarathi"].run.completions[1].tokens[-1] += 1
-    line = offline.equal_tokens_line(rows, "bfloat16")
-    assert line.startswith("same text under all 2 policies: 1 of 2 requests; in bfloat16 a ")
+def test_a_cpu_computes_few_layers_unless_it_is_told_how_many(argv, layers):
+    assert options_of(*argv).model.layers == layers
 
 
 def run_of(iterations, seconds, drift=0.1):
@@ -181,51 +184,49 @@ def run_of(iterations, seconds, drift=0.1):
     return Run(completions, iterations, seconds, 0.0, drift=drift)
 
 
-STALLING = [
-    Iteration(0.0, 1.5, [ChunkRecord(0, 0, 6, False), ChunkRecord(1, 0, 6, False)]),
-    Iteration(1.5, 1.7, [ChunkRecord(1, 6, 1, True)]),
-    Iteration(1.7, 2.7, [ChunkRecord(1, 7, 1, True), ChunkRecord(2, 0, 4, False)]),
-]
-FULL = [  # request 3 is admitted at 3.0 and request 6 at 8.0: 5 + 5 + 6 tokens in between
-    Iteration(3.0, 4.0, [ChunkRecord(3, 0, 5, False)]),
-    Iteration(5.0, 6.0, [ChunkRecord(4, 0, 5, False)]),
-    Iteration(6.5, 7.5, [ChunkRecord(5, 0, 6, False)]),
-    Iteration(8.0, 9.0, [ChunkRecord(6, 0, 9, False)]),
-]
-FAST = [iteration._replace(start=iteration.start / 2) for iteration in FULL]
+def test_requests_whose_output_depends_on_the_policy_are_counted():
+    rows = {name: SimpleNamespace(run=run_of([], 1.0)) for name in ("vllm", "sarathi")}
+    assert offline.count_equal_texts(rows) == 2
+    rows["sarathi"].run.completions[1].tokens[-1] += 1
+    assert offline.count_equal_texts(rows) == 1
 
 
-def test_rows_of_the_policies_summarize_their_runs():
-    """Those of policies that were run, request-level first; too short a run has no full round."""
-    runs = {"vllm": run_of(STALLING + FULL, 2.0), "request-level": run_of(STALLING, 4.0)}
-    rows = policy_runs(["vllm", "sarathi", "request-level"], runs, batch=3)
+def admission(start, *requests, tokens=5):
+    """An Iteration that computes so many tokens of each of these requests."""
+    return Iteration(start, start + 1, [ChunkRecord(i, 0, tokens, False) for i in requests])
+
+
+def test_a_round_begins_where_the_batch_is_full():
+    """With a batch of 2: request 2 finds it full, and 4 and 6 begin the rounds after."""
+    iterations = [admission(float(i), i) for i in range(7)]
+    rounds = metrics.full_rounds(iterations, 2)
+    assert [(each.iterations, each.seconds) for each in rounds] == [
+        (iterations[2:4], 2.0),
+        (iterations[4:6], 2.0),
+    ]
+    assert [each.tokens for each in rounds] == [10, 10]
+    assert metrics.full_rounds(iterations[:4], 2) == metrics.full_rounds([], 2) == []
+    together = [admission(0.0, 0, 1), admission(1.0, 2, 3), admission(3.0, 4, 5)]
+    assert metrics.full_rounds(together, 2) == [(together[1:2], 2.0)]
+
+
+def test_a_gain_has_the_range_of_its_rounds():
+    """Rounds of 2 requests, 10 tokens each, that take 2 s and 2 s, or 1 s and 4 s."""
+    base = [admission(float(i), i) for i in range(7)]
+    starts = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 6.0)
+    other = [admission(start, i) for i, start in enumerate(starts)]
+    runs = {"vllm": run_of(other, 7.0, drift=0.3), "request-level": run_of(base, 7.0)}
+    rows = policy_runs(["vllm", "sarathi", "request-level"], runs, batch=2)
     assert list(rows) == ["request-level", "vllm"]
-    base = offline.row_json(rows["request-level"])
-    expected = {
-        "iterations": 3,
-        "tokens_per_iteration": 6,
-        "longest_stall_s": 1.0,
-        "p50_ttft_s": (1.5 + 1.0) / 2,
-        "p99_tbt_s": 0.2 + 0.99 * 0.8,
-        "whole_run_tokens_per_s": (6 + 1 + 6 + 3) / 4,
-        "whole_run_gain": 1,
-    }
-    assert {key: base[key] for key in expected} == pytest.approx(expected)
-    assert base["tokens_per_s"] is base["gain"] is None
-    assert rows["vllm"].tokens_per_s == pytest.approx(16 / 5)
-    assert rows["vllm"].whole_run_gain == 2 and rows["vllm"].gain is None  # the base has none
-
-
-def test_a_gain_is_over_the_full_rounds_of_request_level():
-    runs = {
-        "request-level": run_of(STALLING + FULL, 4.0),
-        "vllm": run_of(STALLING + FAST, 2.0, drift=0.3),
-    }
-    rows = policy_runs(["vllm", "request-level"], runs, batch=3)
-    assert rows["request-level"].gain == 1 and rows["vllm"].gain == pytest.approx(2)
+    assert rows["request-level"].gain == 1 and rows["request-level"].gain_range == (1, 1)
+    assert rows["vllm"].round_rates == [10 / 1, 10 / 4]
+    assert rows["vllm"].gain == pytest.approx((20 / 5) / (20 / 4))
+    assert rows["vllm"].gain_range == pytest.approx((2.5 / 5, 10 / 5))
     assert rows["vllm"].busy and not rows["request-level"].busy
-    (alone,) = policy_runs(["vllm"], runs, batch=3).values()
-    assert alone.gain is alone.whole_run_gain is None  # request-level was not run
+    runs = {"vllm": run_of(other[:5], 7.0), "request-level": run_of(base, 7.0)}
+    alone = policy_runs(["vllm", "request-level"], runs, batch=2)["vllm"]
+    assert alone.gain == pytest.approx(10 / 5) and alone.gain_range is None  # of a single round
+    assert policy_runs(["vllm"], runs, batch=2)["vllm"].gain is None  # without its base
 
 
 class PretendedLoad:
@@ -245,11 +246,20 @@ class PretendedLoad:
         self.steps -= 1
         self.order.append(self.name)
         self.now[0] += self.step_s
-        self.iterations.append(STALLING[0])  # of 12 tokens
+        self.iterations.append(admission(0.0, 0, 1, tokens=6))
         return True
 
     def result(self):
         return f"run of {self.name}"
+
+
+def pretended_loads(now, order):
+    """A load of slow steps and one of quick ones."""
+    loads = {
+        "slow": PretendedLoad("slow", 2, 5.0, now, order),
+        "quick": PretendedLoad("quick", 4, 2.0, now, order),
+    }
+    return loads, {name: Clock(lambda: now[0]) for name in loads}
 
 
 def test_the_engine_that_has_used_the_least_time_is_next():
@@ -257,11 +267,7 @@ def test_the_engine_that_has_used_the_least_time_is_next():
     so that an interrupt of the others does not lose it."""
     now = [0.0]
     order = []
-    loads = {
-        "slow": PretendedLoad("slow", 2, 5.0, now, order),
-        "quick": PretendedLoad("quick", 4, 2.0, now, order),
-    }
-    clocks = {name: Clock(lambda: now[0]) for name in loads}
+    loads, clocks = pretended_loads(now, order)
     tokens = []
     turns = offline_load.take_turns(loads, clocks, tokens.append)
     assert next(turns) == ("quick", "run of quick")
@@ -270,8 +276,19 @@ def test_the_engine_that_has_used_the_least_time_is_next():
     assert tokens == [12] * 6
 
 
+def test_what_is_not_done_at_the_deadline_is_left_out(monkeypatch):
+    now = [0.0]
+    order = []
+    loads, clocks = pretended_loads(now, order)
+    loads["quick"].steps = 2
+    monkeypatch.setattr(offline_load.time, "perf_counter", lambda: now[0])
+    turns = offline_load.take_turns(loads, clocks, deadline=10.0)
+    assert list(turns) == [("quick", "run of quick")]
+    assert order == ["slow", "quick", "quick", "slow"]
+
+
 def test_the_load_is_balanced_and_the_same_for_all():
-    load = load_of(seq_len=1000, pd_ratio=256 / 5, requests=9, batch=6)
+    load = OfflineLoad(seq_len=1000, pd_ratio=256 / 5, requests=9, batch=6)
     arrivals = load.arrivals()
     assert [(a.time, a.prompt_len) for a in arrivals] == [(0.0, 981)] * 9
     assert [a.output_len for a in arrivals] == [3, 6, 9, 12, 15, 19, 19, 19, 19]
@@ -279,78 +296,74 @@ def test_the_load_is_balanced_and_the_same_for_all():
     alike = replace(load, lockstep=True)
     assert {arrival[:3] for arrival in alike.arrivals()} == {(0.0, 981, 19)}
     for ratio, output in ((1e9, 1), (1e-9, 999)):  # at least a token of each
-        arrivals = load_of(seq_len=1000, pd_ratio=ratio, requests=3).arrivals()
+        arrivals = replace(load, pd_ratio=ratio, requests=3, batch=3).arrivals()
         assert arrivals[-1][1:3] == (1000 - output, output)
 
 
-def policy_run(longest_stall_s, *, gain=None, busy=False):
-    """A PolicyRun with this longest stall."""
-    stall = metrics.Stall(0, 0.0, longest_stall_s, 1, 1, longest_stall_s)
-    summary = metrics.summarize_run([], [], 1.0)
-    summary = replace(summary, stalls=replace(summary.stalls, longest=stall))
-    return PolicyRun(run=None, summary=summary, busy=busy, tokens_per_s=None, gain=gain)
+TINY = [
+    *("--preset", "llama-tiny", "--device", "cpu", "--dtype", "float32"),
+    *("--chunk", "32", "--batch", "3", "--seq-len", "80", "--requests", "10"),
+]
 
 
-def conclusion(rows_busy=False, gain=1.0, **settings):
-    """What is concluded of a table and of two policies, in one line."""
-    runs = {"vllm": policy_run(1.1149, busy=rows_busy), "sarathi": policy_run(0.25, gain=gain)}
-    return " ".join(offline.conclude(table_2(**settings), runs, 32, {}).split())
+def report_of(tmp_path, *argv):
+    """What the command writes as JSON."""
+    file = tmp_path / "report.json"
+    bench.main([*TINY, *argv, f"--json={file}"])
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
-STALLS = "3. Longest stalls, which chunks are for: vllm 1.11 s, sarathi 0.25 s."
-COST = "Cost of a decode: 10.00 ms in a batch of its own, 5.00 ms riding with a chunk."
-PROMISED = "Throughput at chunk 32: bare products promise 0.99x request-level's"
+def test_the_report_adds_up(tmp_path):
+    report = report_of(tmp_path, "--policies=request-level,vllm,sarathi")
+    costs = report["decode_cost"]
+    assert costs["layers"] == 2 and costs["weight_bytes"] > 0
+    assert (costs["cpu_time"]["threads"], costs["cpu_time"]["decodes"]) == (1, 2)
+    assert costs["wall_time"]["threads"] == torch.get_num_threads()
+    for cost in (costs["cpu_time"], costs["wall_time"]):
+        alone = cost["decode_only_ms"]["value"] / 3
+        assert cost["alone_ms"]["value"] == pytest.approx(alone)
+        if cost["speedup"]:
+            speedup = cost["alone_ms"]["value"] / cost["beside_ms"]["value"]
+            assert cost["speedup"]["value"] == pytest.approx(speedup)
+            assert cost["speedup"]["error"] > 0
+    rows = report["end_to_end"]
+    assert report["equal_texts"] == 10
+    for row in rows.values():
+        assert len(row["round_rates"]) == 2
+        gains = [
+            rate / base
+            for rate, base in zip(
+                row["round_rates"], rows["request-level"]["round_rates"], strict=True
+            )
+        ]
+        assert row["gain_range"] == pytest.approx([min(gains), max(gains)])
 
 
-def test_the_conclusion_says_what_was_measured():
-    assert conclusion() == f"{STALLS} {COST} {PROMISED}, sarathi runs at 1.00x."
-    assert conclusion(gain=None).endswith(f"{PROMISED}.")
-    assert "own, less than the noise riding with a chunk." in conclusion(spread=0.3)
+def test_on_a_busy_machine_all_is_measured_in_cpu_time_on_one_thread(monkeypatch, tmp_path):
+    monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.5)
+    threads_while_serving = []
+    run_policies = offline.run_policies
+
+    def watched(*args, now, **settings):
+        threads_while_serving.append((torch.get_num_threads(), now))
+        return run_policies(*args, now=now, **settings)
+
+    monkeypatch.setattr(offline, "run_policies", watched)
+    report = report_of(tmp_path, "--policies=request-level,vllm")
+    assert report["decode_cost"]["wall_time"] is None and report["machine"]["threads"] == 1
+    assert threads_while_serving == [(1, timing.cpu_time)]
+    assert not any(row["busy"] for row in report["end_to_end"].values())
 
 
-def test_nothing_is_concluded_from_what_was_measured_on_a_busy_machine():
-    no_stalls = f"3. Longest stalls, which chunks are for: {timing.TOO_BUSY}."
-    no_cost = f"Cost of a decode: {timing.TOO_BUSY}."
-    no_throughput = f"Throughput at chunk 32: {timing.TOO_BUSY}."
-    assert conclusion(rows_busy=True) == f"{no_stalls} {COST} {no_throughput}"
-    assert conclusion(busy=True) == f"{STALLS} {no_cost} {no_throughput}"
-
-
-def test_the_table_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
+def test_what_was_done_before_an_interrupt_is_written(monkeypatch, tmp_path):
     def interrupted(*args, **settings):
-        yield "request-level", run_of(STALLING + FULL, 4.0)
+        yield "request-level", run_of([admission(float(i), i) for i in range(7)], 4.0)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(offline, "run_policies", interrupted)
-    monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.5)
-    argv = "--preset llama-tiny --chunk 32 --batch 3 --seq-len 80 --device cpu --dtype float32"
-    json_file = tmp_path / "json.png"
     plot_file = tmp_path / "plot.png"
     with pytest.raises(KeyboardInterrupt):
-        bench.main([*argv.split(), f"--json={json_file}", f"--plot={plot_file}"])
-    text = capsys.readouterr().out
-    report = json.loads(json_file.read_text())
-    assert "decode speedup: this machine is too busy to tell\n" in text
-    assert "measured limits (busy): " in text and "| decode-only (busy) " in text
-    assert "| request-level" in text and list(report["end_to_end"]) == ["request-level"]
-    files = f"wrote {json_file}\nwrote {plot_file}\n"
-    assert text.endswith(f"interrupted: what was measured until then is kept\n{files}")
-    assert report["decode_maximal"] and "conclusion" not in report
-    assert plot_file.exists()
-
-
-@pytest.mark.parametrize(
-    "flops, ridge, text", [(3e9, 2.0, "none, "), (80e9, 0.4, "none, "), (80e9, 8.0, "0.08 TFLOP/s")]
-)
-def test_limits_that_would_be_printed_as_0_are_none(flops, ridge, text):
-    info = machine_info(flops_per_s=flops, bytes_per_s=20e9, ridge_tokens=ridge)
-    assert offline.limits_line(info).startswith(f"measured limits: {text}")
-
-
-def test_an_interrupt_before_anything_is_measured_leaves_the_files(monkeypatch, tmp_path):
-    monkeypatch.setattr(offline, "measure_decode_maximal", Mock(side_effect=KeyboardInterrupt))
-    file = tmp_path / "r.json"
-    file.write_text("of yesterday")
-    with pytest.raises(KeyboardInterrupt):
-        bench.main(["--preset=llama-tiny", "--device=cpu", "--dtype=float32", f"--json={file}"])
-    assert file.read_text() == "of yesterday"
+        report_of(tmp_path, f"--plot={plot_file}")
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert list(report["end_to_end"]) == ["request-level"] and "conclusion" not in report
+    assert report["decode_cost"]["cpu_time"] and plot_file.exists()

@@ -368,8 +368,9 @@ def s_4_4(lab: Lab) -> Finding:
         for ratio in ratios:
             lengths = [(ratio * output_len, output_len)] * (4 * batch)
             run = count_iterations("sarathi", lengths, chunk=chunk, batch=batch)
-            steady = metrics.steady(run.iterations, batch)
-            shares.add(ratio, {name: riding_share(steady.iterations)})
+            rounds = metrics.full_rounds(run.iterations, batch)
+            steady = [iteration for each in rounds for iteration in each.iterations]
+            shares.add(ratio, {name: riding_share(steady)})
         share_of = shares[name].known
         all_ride = [float(ratio) for ratio, share in share_of.items() if share == 1]
         riding = batch - 1

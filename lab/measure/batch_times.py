@@ -14,17 +14,15 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from lab.measure import timing
 from lab.measure.machine_info import RealMachineInfo
-from model import GPT, FlatBatch, GPTConfig
+from model import GPT, FlatBatch
 from parallel import runner_for
 from parallel.shard import Shard
 from request import Chunk
 from runtime.lone_chunk import lone_chunk
-from runtime.packed_linear import pack
 from runtime.runner import Runner
 
 PRODUCTS = (*timing.LINEAR, "head")
@@ -290,20 +288,6 @@ def intensities(model: GPT, batches: Sequence[Batch]) -> dict[str, float]:
         linear_flops += flops
         linear_bytes += moved_bytes
     return intensity | {"products": linear_flops / linear_bytes}
-
-
-def time_layer(
-    config: GPTConfig, dtype: torch.dtype, *, chunk: int, context: int, attention: str
-) -> float:
-    """The seconds that one layer of this geometry takes on this CPU, for the last `chunk` tokens of
-    a prompt of `context`. Embedding and head, which a batch has once, are not left out."""
-    model = pack(GPT(replace(config, n_layer=1), "cpu", dtype))
-    runner = Runner(model, 1, context, context, attention)
-    runner.cache.data.normal_()
-    spans = spans_of((TimedChunk(chunk, context),), yields_token=True)
-    variants = {"layer": partial(runner.greedy, spans)}
-    timed = timing.interleaved(variants, model.device, repeats=3, warmup=1)
-    return timed["layer"].ms / 1e3
 
 
 def keep_layers(model: GPT, n_layer: int, seed: int) -> GPT:

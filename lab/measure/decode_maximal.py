@@ -1,9 +1,9 @@
 """What a decode costs alone and beside a prefill chunk: SARATHI's Table 2 on this machine.
 
     table = measure_decode_maximal(model, machine, context=1024, batch=4, chunk=256)
-    table.speedup     how many times cheaper a decode is in the hybrid batch
+    table.decode_maximal.decode_token_ms     what a decode costs in the hybrid batch
 
-Read first: batch_times.py. Read next: lab/commands/offline.py, which prints the table."""
+Read first: batch_times.py. Read next: decode_cost.py, where it has an error."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,33 +65,17 @@ class DecodeMaximal:
 
     @property
     def speedup(self) -> float | None:
-        """How many times cheaper a decode is in the hybrid batch than in the decode-only batch."""
-        return self._speedup("total_ms")
-
-    @property
-    def products_speedup(self) -> float | None:
-        """The same of the matrix products alone."""
-        return self._speedup("products_ms")
-
-    @property
-    def device_speedup(self) -> float | None:
-        """The same of the time that a GPU computes, without launches; None on a CPU."""
-        return self._speedup("device_ms")
-
-    def _speedup(self, time: str) -> float | None:
-        """The speedup of a decode, by this field of the rows.
+        """How many times cheaper a decode is in the hybrid batch than in the decode-only batch.
 
         None if what the decodes add to the chunk is lost in the noise: half the spread of the
         chunk's times."""
-        decode_ms = getattr(self.decode_only, time)
-        if decode_ms is None:
+        prefill = self.prefill_only
+        hybrid = self.decode_maximal
+        added_ms = hybrid.total_ms - prefill.total_ms
+        if added_ms <= prefill.total_ms * prefill.spread / 2:
             return None
-        prefill_ms = getattr(self.prefill_only, time)
-        added_ms = getattr(self.decode_maximal, time) - prefill_ms
-        if added_ms <= prefill_ms * self.prefill_only.spread / 2:
-            return None
-        riding_ms = added_ms / self.decode_maximal.decodes
-        return decode_ms / self.decode_only.decodes / riding_ms
+        alone_ms = self.decode_only.total_ms / self.decode_only.decodes
+        return alone_ms / (added_ms / hybrid.decodes)
 
     @property
     def promised_gain(self) -> float:

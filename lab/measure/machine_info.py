@@ -6,6 +6,7 @@
 
 Read first: timing.py."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 from lab.measure import timing
 from model import GPT
 from parallel.shard import Shard
-from runtime import dtypes
 from runtime.packed_linear import count_parameters
 
 
@@ -49,7 +49,6 @@ class RealMachineInfo(MachineInfo):
     bytes_per_s: float  # of reading memory
     ridge_tokens: float
     busy: bool  # whether the machine was too busy while this was measured
-    cpu_flops_per_s: dict[str, float] | None = None  # of a chunk, by type; None on a GPU
     tp: int | None = None  # None: one process
     pp: int | None = None
     copies: int | None = None  # of the model; None: one
@@ -60,30 +59,35 @@ class RealMachineInfo(MachineInfo):
         parallel = f", TP {self.tp} x PP {self.pp}" if self.tp else ""
         parallel += f", {self.copies} instances" if self.copies else ""
         compiled = ", compiled" if self.compiled else ""
-        rates = ""
-        if self.cpu_flops_per_s:
-            terms = [f"{flops / 1e12:.2f} in {t}" for t, flops in self.cpu_flops_per_s.items()]
-            rates = f"TFLOP/s of this CPU for a chunk: {', '.join(terms)}\n"
         return (
             f"{self.device}, threads: {self.threads}, torch {self.torch}\n"
             f"{self.model}, {self.parameters:,} parameters, {self.dtype}{parallel}{compiled}\n"
-            f"{rates}"
         )
 
 
-def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
+def measure_machine(
+    model: GPT, name: str, rows: int, clock: Callable[[], float] = timing.wall_time
+) -> RealMachineInfo:
     """Measure how fast this machine computes the products of `model`, for `rows` tokens at once,
-    and how fast it reads memory. `name` is that of the model."""
+    and how fast it reads memory. `name` is that of the model.
+
+    With the clock timing.cpu_time, in a block of timing.one_thread, these are the limits of one
+    thread, and no other program makes the machine too busy."""
     device = model.device
     layers = timing.linear_layers(model)
     products = {"products": timing.bare_products(model, rows, layers)}
 
     def time_both() -> tuple[timing.Timing, float]:
-        return timing.interleaved(products, device)["products"], memory_bandwidth(device)
+        rows_timing = timing.interleaved(products, device, clock=clock)["products"]
+        return rows_timing, memory_bandwidth(device, clock)
 
-    (products_timing, bandwidth), drift = timing.steadily(
-        time_both, device, spread_of=lambda timed: timed[0].spread
-    )
+    if clock is timing.cpu_time:
+        products_timing, bandwidth = time_both()
+        drift = 0.0
+    else:
+        (products_timing, bandwidth), drift = timing.steadily(
+            time_both, device, spread_of=lambda timed: timed[0].spread
+        )
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     flops_per_s = 2 * rows * weights / (products_timing.ms / 1e3)
     whole_model = model
@@ -91,10 +95,6 @@ def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
     if isinstance(model, Shard):  # it has a part of the whole model
         whole_model = model.whole_model()
         ranks = model.ranks
-    cpu_flops_per_s = None
-    if device.type == "cpu":
-        rates = dtypes.cpu_rates(torch.get_num_threads())
-        cpu_flops_per_s = {str(t).removeprefix("torch."): rate for t, rate in rates.items()}
     return RealMachineInfo(
         device=timing.device_name(device),
         threads=torch.get_num_threads(),
@@ -107,15 +107,14 @@ def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
         bytes_per_s=bandwidth,
         ridge_tokens=flops_per_s / bandwidth * model.dtype.itemsize / 2,
         busy=drift > timing.BUSY,
-        cpu_flops_per_s=cpu_flops_per_s,
         tp=ranks and ranks.tp,
         pp=ranks and ranks.pp,
         copies=ranks.copies if ranks and ranks.copies > 1 else None,
     )
 
 
-def memory_bandwidth(device: torch.device) -> float:
+def memory_bandwidth(device: torch.device, clock: Callable[[], float] = timing.wall_time) -> float:
     """Bytes per second at which an array much larger than any cache is read, to be summed."""
     array = torch.ones(2**30 if device.type == "cuda" else 2**27, device=device)
-    reading = timing.interleaved({"sum": array.sum}, device, repeats=7)["sum"]
+    reading = timing.interleaved({"sum": array.sum}, device, repeats=7, clock=clock)["sum"]
     return array.nbytes / (reading.ms / 1e3)

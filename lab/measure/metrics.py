@@ -170,36 +170,34 @@ def summarize_queue(
     )
 
 
-class SteadyPart(NamedTuple):
-    """A part of a run in which the batch was full."""
+class FullRound(NamedTuple):
+    """A part of a run in which the batch was full: as many requests are admitted as it holds."""
 
-    iterations: list[Iteration]
-    tokens_per_s: float | None
-    seconds: float | None
+    iterations: Sequence[Iteration]
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were computed, of prompts and outputs."""
+        return sum(i.prefill_tokens + i.decode_tokens for i in self.iterations)
 
 
-def steady(iterations: Sequence[Iteration], B: int, rounds: int | None = None) -> SteadyPart:
-    """The part of a run in which its batch of B requests was full; empty if there were fewer than
+def full_rounds(iterations: Sequence[Iteration], B: int) -> list[FullRound]:
+    """The rounds of a run in which its batch of B requests was full; none if there were fewer than
     2 B + 1 requests.
 
-    It begins with the iteration that admits request B, counted from 0. It ends before the one that
-    admits the last request whose number is a multiple of B. With `rounds` only the last rounds of B
-    requests count: with requests of one length, a policy repeats itself every B requests."""
+    Request B, counted from 0, finds the batch full. A round begins with the iteration that admits
+    it, or a request whose number is a further multiple of B, and ends where the next one begins.
+    With requests of one length, a policy repeats itself every round."""
     admitted_in: dict[int, int] = {}  # request id -> the index of its first iteration
     for index, iteration in enumerate(iterations):
         for request_id, *_ in iteration.chunks:
             admitted_in.setdefault(request_id, index)
-    admissions = sorted(admitted_in.values())
-    last_round = (len(admissions) - 1) // B
-    if last_round < 2:
-        return SteadyPart([], None, None)
-    first_round = max(1, last_round - rounds) if rounds else 1
-    first = admissions[first_round * B]
-    end = admissions[last_round * B]
-    seconds = iterations[end].start - iterations[first].start
-    part = list(iterations[first:end])
-    tokens = sum(i.prefill_tokens + i.decode_tokens for i in part)
-    return SteadyPart(part, tokens / seconds, seconds)
+    firsts = sorted(admitted_in.values())[B::B]
+    return [
+        FullRound(iterations[first:end], iterations[end].start - iterations[first].start)
+        for first, end in pairwise(firsts)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

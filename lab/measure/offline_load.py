@@ -6,6 +6,7 @@
 
 Read first: load_run.py. Read next: lab/commands/offline.py, which prints the table."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -77,9 +78,12 @@ class PolicyRun:
     run: Run
     summary: metrics.RunSummary
     busy: bool
-    tokens_per_s: float | None  # of a full pipeline, see metrics.steady; None: too few requests
+    round_rates: Sequence[float]  # tokens/s of each round with a full batch, see full_rounds
+    tokens_per_s: float | None  # of all these rounds; None: too few requests for one
     gain: float | None = None  # of that, over request-level's
-    whole_run_gain: float | None = None  # of all tokens over all the time
+    gain_range: tuple[float, float] | None = (
+        None  # of two rounds or more, each over request-level's
+    )
 
 
 def run_policies(
@@ -91,39 +95,45 @@ def run_policies(
     attention: str = "auto",
     progress: Callable[[int], object] | None = None,
     recorders: Mapping[str, Recorder] | None = None,
+    now: Callable[[], float] = timing.wall_time,
+    limit_s: float = math.inf,
 ) -> Iterator[tuple[str, Run]]:
     """Serve the load under each policy: (name, Run), as each is done.
 
     On a CPU the policies take turns, which is steadier. On a GPU there is room for one at a time;
     in a pipeline the batches of one would be on their way when it is another's turn. `progress` is
     called with the number of tokens of each iteration, and each of `recorders` sees the run of its
-    policy."""
+    policy. `now` is the time that the engines live in: wall time, or timing.cpu_time in a block of
+    timing.one_thread. After `limit_s` seconds of wall time the rest is left out."""
     arrivals = load.arrivals()
     prompts = workload.prompts(arrivals, model.config.vocab_size, load.seed)
     configs = run_plan(policies, [load.seq_len], load.config(chunk, attention))
     one_at_a_time = model.device.type == "cuda" or model.stages > 1
+    deadline = time.perf_counter() + limit_s
     for group in [[name] for name in configs] if one_at_a_time else [list(configs)]:
-        clocks = {name: Clock(time.perf_counter) for name in group}
+        clocks = {name: Clock(now) for name in group}
         loads: dict[str, LoadRun] = {}
         for name, clock in clocks.items():
             engine = engine_for(model)(model, configs[name], clock=clock)
             engine.warm_up()
             server = EngineServer(engine, clock)
             loads[name] = LoadRun(server, arrivals, prompts, recorder=(recorders or {}).get(name))
-        yield from take_turns(loads, clocks, progress)
+        yield from take_turns(loads, clocks, progress, deadline)
 
 
 def take_turns(
     loads: Mapping[str, LoadRun],
     clocks: Mapping[str, Clock],
     progress: Callable[[int], object] | None = None,
+    deadline: float = math.inf,
 ) -> Iterator[tuple[str, Run]]:
     """Run these loads of EngineServers, a step of one after another: (name, Run), as each is done.
 
     The engine that has used the least time is next: when the machine slows down for a while, it
-    slows down for all of them. The clock of an engine stands still while it is another's turn."""
+    slows down for all of them. The clock of an engine stands still while it is another's turn.
+    When time.perf_counter is at the `deadline`, what is not done is left out."""
     used_s = dict.fromkeys(loads, 0.0)  # of the engines that are not done
-    while used_s:
+    while used_s and time.perf_counter() < deadline:
         name = min(used_s, key=lambda name: used_s[name])
         load = loads[name]
         clocks[name].set(used_s[name])
@@ -142,22 +152,31 @@ def policy_runs(
     policies: Sequence[str], runs: Mapping[str, Run], batch: int
 ) -> dict[str, PolicyRun]:
     """The PolicyRun of each of these policies that was run, with at most `batch` requests at once;
-    request-level first."""
+    request-level first.
+
+    The policies took turns, so that their first rounds ran at about the same time, and so on: a
+    gain is also taken round by round."""
     rows: dict[str, PolicyRun] = {}
     base: PolicyRun | None = None
     names = [name for name in policies if name in runs]
     for name in sorted(names, key=lambda name: name != BASE):
         run = runs[name]
+        rounds = metrics.full_rounds(run.iterations, batch)
+        tokens = sum(each.tokens for each in rounds)
         row = PolicyRun(
             run=run,
             summary=metrics.summarize_run(run.completions, run.iterations, run.seconds),
             busy=run.drift > timing.BUSY,
-            tokens_per_s=metrics.steady(run.iterations, batch).tokens_per_s,
+            round_rates=[each.tokens / each.seconds for each in rounds],
+            tokens_per_s=metrics.ratio(tokens, sum(each.seconds for each in rounds)),
         )
         base = row if name == BASE else base
         if base:
-            gain = metrics.ratio(row.tokens_per_s, base.tokens_per_s)
-            whole_run_gain = metrics.ratio(row.summary.tokens_per_s, base.summary.tokens_per_s)
-            row = replace(row, gain=gain, whole_run_gain=whole_run_gain)
+            gains = [rate / b for rate, b in zip(row.round_rates, base.round_rates, strict=False)]
+            row = replace(
+                row,
+                gain=metrics.ratio(row.tokens_per_s, base.tokens_per_s),
+                gain_range=(min(gains), max(gains)) if len(gains) > 1 else None,
+            )
         rows[name] = row
     return rows

@@ -12,7 +12,9 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple, TypeVar
 
@@ -49,11 +51,30 @@ class Timing(NamedTuple):
     spread: float
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """A median and its standard error."""
+
+    value: float
+    error: float
+
+
 class LaunchTiming(NamedTuple):
     """Medians in milliseconds: the CPU's time to launch a computation, and the device's for it."""
 
     cpu_ms: float
     device_ms: float
+
+
+def wall_time() -> float:
+    """A clock in seconds."""
+    return time.perf_counter()
+
+
+def cpu_time() -> float:
+    """A clock in seconds that stands still while other programs run. It is this thread's: see
+    one_thread."""
+    return time.thread_time()
 
 
 def synchronize(device: torch.device) -> None:
@@ -69,11 +90,12 @@ def interleaved(
     title: str | None = None,
     warmup: int = WARMUP,
     limit_s: float = math.inf,
+    clock: Callable[[], float] = wall_time,
 ) -> dict[Name, Timing]:
     """Time {name: function} in turn: {name: Timing}. The first `warmup` runs of each do not count.
 
     After `limit_s` no further round begins, if at least LEAST_REPEATS count. With a title there is
-    a progress bar."""
+    a progress bar. `clock` is wall time, or cpu_time in a block of one_thread."""
     began = time.perf_counter()
     samples: dict[Name, list[float]] = {name: [] for name in variants}
     disable = None if title else True  # None: where there is no terminal
@@ -82,19 +104,49 @@ def interleaved(
         if enough and time.perf_counter() - began > limit_s:
             break
         for name, function in variants.items():
-            synchronize(device)
-            start = time.perf_counter()
-            function()
-            synchronize(device)
+            milliseconds = time_once(function, device, clock)
             if repeat >= warmup:
-                samples[name].append((time.perf_counter() - start) * 1e3)
+                samples[name].append(milliseconds)
     return {name: summarize(values) for name, values in samples.items()}
+
+
+def time_once(
+    function: Callable[[], object], device: torch.device, clock: Callable[[], float]
+) -> float:
+    """The milliseconds that a function takes until the device has done what it was given."""
+    synchronize(device)
+    start = clock()
+    function()
+    synchronize(device)
+    return (clock() - start) * 1e3
 
 
 def summarize(values_ms: Sequence[float]) -> Timing:
     """The Timing of two or more samples in milliseconds."""
     low, median, high = statistics.quantiles(values_ms, n=4, method="inclusive")
     return Timing(median, (high - low) / median if median else 0.0)
+
+
+def estimate(samples: Sequence[float]) -> Estimate:
+    """The median of two or more samples, with its standard error.
+
+    It is 1.25 times that of a mean, whose standard deviation is taken from the quartiles: outliers,
+    such as a moment in which another program ran, hardly move it."""
+    low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+    deviation = (high - low) / 1.35
+    return Estimate(median, 1.25 * deviation / math.sqrt(len(samples)))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one CPU thread in this block: there cpu_time is what wall_time is on a machine
+    that nobody else uses."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def launch_timings(
