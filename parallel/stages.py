@@ -190,7 +190,7 @@ class ParallelRunner(Runner):
 
     def collect(self, command: int) -> list[StageResult]:
         """The results of all stages for a command."""
-        return self.ranks.results(command, self.ranks.pp * self.ranks.copies)
+        return self.ranks.results(command, range(0, self.ranks.size, self.ranks.tp))
 
     def greedy(self, chunks: Sequence[Chunk]) -> list[int]:
         """As Runner.greedy, through all stages."""
@@ -210,11 +210,12 @@ class Flight:
     full_since: float  # see MicroBatches
 
 
-class RanksEngine(Engine):
-    """An engine that gives batches to ranks and handles one result in a step.
+class ParallelEngine(Engine):
+    """An engine whose model is divided among all ranks.
 
     Each micro-batch has a scheduler, and at most one batch in flight; `self.scheduler` is the first
-    one. With `record`, `micro_batches` learns what the stages do."""
+    one. `max_batch` is of each. They share the pages, as many as the smallest rank has room for.
+    With `record`, `micro_batches` learns what the stages do."""
 
     runner: ParallelRunner
     record = False
@@ -232,14 +233,11 @@ class RanksEngine(Engine):
         return super().fit(model, replace(config, pages=pages, max_batch=max_batch))
 
     def make_scheduler(self) -> Scheduler:
-        """The first of all micro-batches' schedulers."""
-        self.micro_batches = MicroBatches(self.make_schedulers(), self.ranks.pp)
-        return self.micro_batches.schedulers[0]
-
-    def make_schedulers(self) -> Sequence[Scheduler]:
-        """That of each micro-batch. All of them take from one queue."""
+        """The first of all micro-batches' schedulers. All of them take from one queue."""
         pp = self.ranks.pp
-        return [self.config.scheduler(self.clock, pp) for _ in range(pp * self.ranks.copies)]
+        schedulers = [self.config.scheduler(self.clock, pp) for _ in range(pp)]
+        self.micro_batches = MicroBatches(schedulers, pp)
+        return schedulers[0]
 
     def make_runner(self, model: Any, config: EngineConfig) -> Runner:
         """The runners of all ranks."""
@@ -247,79 +245,55 @@ class RanksEngine(Engine):
 
     @property
     def in_flight(self) -> bool:
-        """Whether any rank works for this engine."""
+        """Whether any batch is in flight."""
         return bool(self.flights)
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended, or any rank works for this engine."""
-        return bool(self.scheduler.requests or self.in_flight)
+        """Whether any request has not ended, or any batch is in flight."""
+        return bool(self.scheduler.requests or self.flights)
 
     def running_in(self, request_id: int) -> Scheduler:
         """The scheduler of the micro-batch in which a request runs; any, if it waits."""
         return self.micro_batches.running_in(request_id)
 
     def step(self) -> list[Event]:
-        """Let ranks have work, or wait for a result: an Event for each new token.
+        """Send the next batch on its way, or else wait for the one that was sent first.
 
-        May end all processes, as Ranks.command does."""
+        Returns an Event for each new token."""
         self.last_iteration = None
-        if self._computed is None:  # if not, an interrupt came while it was recorded
-            number = self.wait_for_batch()
-            self._computed = None if number is None else self._result(number)
-            if self._computed is None:
+        for number in self.order:
+            if number not in self.flights and self._begin_batch(number):
                 return []
-        number = self._computed.iteration.micro_batch
-        events = self._advance(self._computed)
-        self.ranks.replies.pop(self.flights[number].command, None)
-        # in one statement and the last: an interrupt before it keeps the events for the next step
-        self.flights, self._computed = self._other_flights(number), None
-        return events
-
-    def wait_for_batch(self) -> int | None:
-        """Let ranks have work. Returns a micro-batch whose batch is computed, if there is one."""
-        raise NotImplementedError
-
-    def send(self, number: int, batch: Batch) -> int:
-        """Let ranks compute a batch of a micro-batch. Returns the number of the command."""
-        raise NotImplementedError
+        if not self.flights:
+            return []
+        number, flight = next(iter(self.flights.items()))
+        results = self.runner.collect(flight.command)
+        del self.flights[number]
+        self.order.remove(number)
+        self.order.append(number)
+        if flight.restarts != self.scheduler.journal.restarts:
+            return []  # its requests have begun anew
+        return self._advance(self._computed_of(flight, results))
 
     def _begin_batch(self, number: int) -> bool:
-        """Let the next batch of a micro-batch begin, if it has any."""
+        """Let the next batch of a micro-batch begin, if it has any. The cache has the pages of one
+        micro-batch after the other."""
         start = self.clock()
         batch = self.micro_batches.next_batch(number, start)
         if not batch:
             return False
         scheduler = self.schedulers[number]
         iteration = Iteration.of(scheduler, batch, start, end=start, launch=self.clock())
-        flight = Flight(
-            command=self.send(number, batch),
-            restarts=self.scheduler.journal.restarts,
+        first_page = number * scheduler.pages.total
+        self.flights[number] = Flight(
+            command=self.runner.send([SentChunk.of(chunk, first_page) for chunk in batch]),
+            restarts=scheduler.journal.restarts,
             batch=batch,
             iteration=iteration,
             full_since=self.micro_batches.full_since(number),
         )
-        self.flights = {**self.flights, number: flight}
         return True
-
-    def _result(self, number: int) -> Computed | None:
-        """What came of the batch of a micro-batch; None if its requests have begun anew. What its
-        model raised is raised."""
-        flight = self.flights[number]
-        replies = self.ranks.replies[flight.command]
-        results = [replies[rank] for rank in sorted(replies)]
-        is_of_use = flight.restarts == self.scheduler.journal.restarts
-        if is_of_use and not isinstance(results[0], Exception):
-            return self._computed_of(flight, results)
-        self.flights = self._other_flights(number)
-        self.ranks.replies.pop(flight.command)
-        if is_of_use:
-            raise results[0]
-        return None
-
-    def _other_flights(self, number: int) -> dict[int, Flight]:
-        """The flights of all micro-batches but one."""
-        return {other: flight for other, flight in self.flights.items() if other != number}
 
     def _computed_of(self, flight: Flight, results: Sequence[StageResult]) -> Computed:
         """What came of a batch, from the results of all its stages."""
@@ -333,27 +307,3 @@ class RanksEngine(Engine):
             self.micro_batches.book(number, times, flight.full_since, flight.batch, chunks)
         self.schedulers[number].observe(flight.batch, now - flight.iteration.start)
         return Computed(flight.batch, tokens, flight.iteration._replace(end=now))
-
-
-class ParallelEngine(RanksEngine):
-    """An engine whose model is divided among all ranks.
-
-    `max_batch` is of each micro-batch. They share the pages, as many as the smallest rank has room
-    for."""
-
-    def wait_for_batch(self) -> int | None:
-        """Send the next batch on its way, or else wait for the one that was sent first."""
-        for number in self.order:
-            if number not in self.flights and self._begin_batch(number):
-                return None
-        if not self.flights:
-            return None
-        number, flight = next(iter(self.flights.items()))
-        self.ranks.wait_for_replies(flight.command, self.ranks.pp)
-        self.order = [*(other for other in self.order if other != number), number]
-        return number
-
-    def send(self, number: int, batch: Batch) -> int:
-        """Send a batch to all ranks. The cache has the pages of one micro-batch after the other."""
-        first_page = number * self.schedulers[number].pages.total
-        return self.runner.send([SentChunk.of(chunk, first_page) for chunk in batch])
