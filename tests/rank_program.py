@@ -345,7 +345,7 @@ def stop_all(job):
 
 def pid_of(rank):
     """The process of a rank."""
-    return int(out(f"{rank}.pid").read_text())
+    return int(out(f"{rank}.pid").read_text("utf-8"))
 
 
 def clocks(job):
@@ -417,14 +417,14 @@ def be_a_rank(job):
     for name, seconds in job.get("limits", {}).items():
         module = parallel.meeting if name == "MEETING_LIMIT" else parallel.ranks
         setattr(module, name, timedelta(seconds=seconds))
-    out(f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+    out(f"{os.environ['RANK']}.pid").write_text(str(os.getpid()), "utf-8")
     try:
         result = globals()[job["program"]](job)
     except KeyboardInterrupt:
         time.sleep(1)  # it takes a while
         out("kept").touch()
         raise
-    Path(os.environ["RANK_OUT"]).write_text(json.dumps(result))
+    Path(os.environ["RANK_OUT"]).write_text(json.dumps(result), "utf-8")
 
 
 def main():

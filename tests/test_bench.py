@@ -42,7 +42,7 @@ def process(*command):
 @pytest.fixture
 def own(tmp_path):
     """A file with policies of one's own."""
-    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own.py").write_text(OWN, "utf-8")
     return f"{tmp_path}/own.py"
 
 
@@ -52,7 +52,7 @@ def test_offline_prints_and_writes_everything(tmp_path, capsys, own):
     files = [f"--json={tmp_path / 'r.json'}", f"--plot={tmp_path / 't.png'}"]
     bench.main([*TINY, "--policies", ",".join(policies), *files])
     text = capsys.readouterr().out
-    report = json.loads((tmp_path / "r.json").read_text())
+    report = json.loads((tmp_path / "r.json").read_text("utf-8"))
     assert report["options"]["chunk"] == 32 and report["options"]["pd_ratio"] == 16
     assert report["options"]["policies"] == policies
     here = report["machine"]

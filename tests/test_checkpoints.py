@@ -90,9 +90,9 @@ def save(tmp_path):
 def edit(path, change):
     """Apply `change` to the object in a JSON file, or to the tensors in a safetensors file."""
     if path.suffix == ".json":
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text("utf-8"))
         change(content)
-        path.write_text(json.dumps(content))
+        path.write_text(json.dumps(content), "utf-8")
     else:
         tensors = load_file(path)
         change(tensors)
@@ -233,7 +233,7 @@ PUBLISHED = {
 
 
 def read(path, **config):
-    (path / "config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text(json.dumps(config), "utf-8")
     return checkpoints.read_config(path)
 
 
@@ -487,7 +487,7 @@ def test_weights_in_no_file_or_one_that_is_not_safetensors(save):
     file.rename(file.parent / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match="model.safetensors.*pickles are not read"):
         GPT.from_pretrained(file.parent)
-    file.write_text("version https://git-lfs.github.com/spec/v1")
+    file.write_text("version https://git-lfs.github.com/spec/v1", "utf-8")
     with pytest.raises(ValueError, match="model.safetensors: not a safetensors file"):
         GPT.from_pretrained(file.parent)
 

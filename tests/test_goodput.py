@@ -44,7 +44,7 @@ def test_serve_counts_goodput_by_both_options(tmp_path, capsys):
         float(row["ttft_s"]) <= 0.05 and float(row["p99_tbt_s"] or 0) <= 0.02 for row in requests
     )
     ends = [float(row["arrival"]) + float(row["latency_s"]) for row in requests]
-    run = json.loads(report.read_text())["runs"]["sarathi-serve"]
+    run = json.loads(report.read_text("utf-8"))["runs"]["sarathi-serve"]
     assert 0 < good < len(requests)
     assert run["goodput_per_s"] == good / max(ends)
     assert f" {good / max(ends):.2f} " in capsys.readouterr().out

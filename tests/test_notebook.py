@@ -24,7 +24,7 @@ def save_tiny_checkpoint(folder):
     save_random(config, folder, 0, torch.float32)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
 
 
 @pytest.fixture(scope="module")

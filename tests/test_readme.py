@@ -91,7 +91,7 @@ def code_size(source):
 
 
 def test_the_core_is_as_large_as_the_readme_says():
-    sizes = [code_size((ROOT / path).read_text()) for path in [*reading_list(), "errors.py"]]
+    sizes = [code_size((ROOT / path).read_text("utf-8")) for path in [*reading_list(), "errors.py"]]
     tokens, lines = map(sum, zip(*sizes, strict=True))
     counted = f"{tokens:,} tokens of code in {lines:,} lines, {tokens / lines:.1f} a line"
     pattern = r"has ([\d,]+) tokens of code in ([\d,]+) lines, ([\d.]+) a line"
@@ -104,7 +104,7 @@ def test_docstrings_lead_through_the_core_in_the_order_of_the_readme():
     assert [line.split()[0] for line in ORDER] == [str(i + 1) for i in range(8)]
     paths = reading_list()
     assert len(paths) == 10
-    docs = {path: ast.get_docstring(ast.parse((ROOT / path).read_text())) for path in paths}
+    docs = {path: ast.get_docstring(ast.parse((ROOT / path).read_text("utf-8"))) for path in paths}
     for path, following in pairwise(paths):
         named = re.search(r"[\w/]*\w(?:\.py|/)", docs[path].partition("Read next:")[2])
         name = following.removesuffix("__init__.py")
@@ -117,7 +117,7 @@ def test_docstrings_lead_through_the_core_in_the_order_of_the_readme():
 
 
 def test_the_simulator_counts_what_is_off_as_its_results_do():
-    results = json.loads((ROOT / "results/simulated/simulated.json").read_text())
+    results = json.loads((ROOT / "results/simulated/simulated.json").read_text("utf-8"))
     numbers = [number for claim in results["claims"] for number in claim["numbers"]]
     by_fitted: dict[bool, list[float]] = {True: [], False: []}
     for number in numbers:
@@ -153,7 +153,7 @@ def test_the_usage_runs(capsys):
 
 def test_a_policy_can_be_added_as_described(tmp_path):
     file = tmp_path / "my_policy.py"
-    file.write_text(POLICIES + TEMPLATE)
+    file.write_text(POLICIES + TEMPLATE, "utf-8")
     history, _ = simulate(f"{file}:Eager", [(20, 4), (50, 1)], 8)
     assert history == [{0: 20, 1: 44}, {0: "d", 1: 6}, {0: "d"}, {0: "d"}]
     model = tiny_model()
@@ -200,9 +200,9 @@ def commands(text):
 def test_every_command_parses(room, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compare, "has_package", lambda python, engine: True)
-    Path("my_policy.py").write_text(POLICIES)
+    Path("my_policy.py").write_text(POLICIES, "utf-8")
     Path("policies").mkdir()
-    Path("policies/template.py").write_text(TEMPLATE)
+    Path("policies/template.py").write_text(TEMPLATE, "utf-8")
     in_readme = list(commands(TEXTS[room]))
     assert in_readme or room == "tests/"
     for program, *argv in in_readme:

@@ -62,14 +62,14 @@ def run(tmp_path, capsys):
                 bench.main(argv)
         else:
             bench.main(argv)
-        return capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
+        return capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text("utf-8"))
 
     return run_command
 
 
 def csv_rows(file):
     """The rows of a CSV file as dicts."""
-    return list(csv.DictReader(file.read_text().splitlines()))
+    return list(csv.DictReader(file.read_text("utf-8").splitlines()))
 
 
 def test_serve_prints_and_writes_everything(tmp_path, run, plots):
@@ -99,7 +99,7 @@ def test_serve_prints_and_writes_everything(tmp_path, run, plots):
     written = [f"wrote {tmp_path}/report.json", f"wrote {files['csv']}", f"wrote {files['png']}"]
     page = files["html"]
     assert text.splitlines()[-4:] == [*written, f"wrote {page}, open {page.as_uri()}"]
-    assert all(f'"name": "{name}"' in page.read_text() for name in names)
+    assert all(f'"name": "{name}"' in page.read_text("utf-8") for name in names)
     ((name, (runs, machine, file, slo_s)),) = plots
     assert name == "plot_serving" and slo_s == report["slo_s"]
     assert list(runs) == names and file == str(files["png"]) and machine["threads"]
@@ -141,7 +141,7 @@ FEW = [  # options, the fewest requests
 def test_a_capacity_of_requests_that_all_run_at_once_is_refused(options, fewest, capsys, tmp_path):
     trace = tmp_path / "short.csv"
     rows = [f"{second},8,4" for second in range(15)]
-    trace.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]))
+    trace.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]), "utf-8")
     given = "short.csv with 15 requests" if "TRACE" in options else "--requests "
     message = f"{given}.*: must be at least {fewest}, 4 times what may run at once"
     with pytest.raises(ValueError, match=message):
@@ -241,7 +241,11 @@ def test_an_interrupt_keeps_what_there_is(tmp_path, run, monkeypatch, plots):
 
     def interrupted(load):
         if not load.arrived:
-            report = json.loads((tmp_path / "report.json").read_text()) if served else {"runs": {}}
+            report = (
+                json.loads((tmp_path / "report.json").read_text("utf-8"))
+                if served
+                else {"runs": {}}
+            )
             served.append(report["runs"])
         steps.append(len(served))
         if steps.count(2) == 9:
@@ -267,7 +271,7 @@ def test_an_interrupted_search_keeps_its_points(tmp_path, run, monkeypatch, plot
 
     def search(at, start, ratio):
         points.append([at(5.0), at(7.0)])
-        report = json.loads((tmp_path / "report.json").read_text())
+        report = json.loads((tmp_path / "report.json").read_text("utf-8"))
         assert len(report["results"]) == len(points)
         if len(points) == 2:
             raise KeyboardInterrupt
@@ -283,7 +287,7 @@ def test_an_interrupted_search_keeps_its_points(tmp_path, run, monkeypatch, plot
 def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, run):
     file = tmp_path / "trace.csv"
     rows = "5,100,20\n9,40,8\n10,900,10\n13,60,4\n"
-    file.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
+    file.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows, "utf-8")
     trace = f"--trace {file} --trace-scale 0.5"
     at_rate, name = make_workload(parse("serve", "--max-len", "64", *trace.split()))
     assert at_rate(None) == [Arrival(0, 50, 10), Arrival(4, 20, 4), Arrival(8, 30, 2)]
@@ -299,7 +303,7 @@ def test_serve_compares_runs_with_and_without_prefix_caching(tmp_path, capsys):
     machine = "--simulate a100-80gb --preset llama3-8b"
     bench.main(["serve", *load.split(), *machine.split(), f"--json={file}"])
     text = capsys.readouterr().out
-    runs = json.loads(file.read_text())["runs"]
+    runs = json.loads(file.read_text("utf-8"))["runs"]
     cached = {name: row["cached_tokens"] for name, row in runs.items()}
     assert cached == {"vllm": 0, "vllm, shared": 640, "orca": 0, "orca, shared": 640}
     assert runs["vllm, shared"]["cached"] == pytest.approx(640 / (6 * 192))
@@ -396,7 +400,7 @@ def test_an_invalid_load_is_refused_before_a_model_is_loaded(
     arguments, message, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(serving, "load_model", None)
-    (tmp_path / "trace.csv").write_text("arrived_at,num_prefill_tokens\n1,2\n")
+    (tmp_path / "trace.csv").write_text("arrived_at,num_prefill_tokens\n1,2\n", "utf-8")
     arguments = arguments.replace("TMP", str(tmp_path)).split()
     with pytest.raises(ValueError, match=message):
         bench.main(["serve", *arguments, "--device", "cpu"])

@@ -425,7 +425,7 @@ def write_files(path, files):
     (path / "additional_chat_templates").mkdir()
     for name, content in files.items():
         if isinstance(content, str):
-            (path / name).write_text(content)
+            (path / name).write_text(content, "utf-8")
         else:
             kind = {"tokenizer_class": "PreTrainedTokenizerFast"} if name == SETTINGS else {}
             write_json(path / name, kind | content)
