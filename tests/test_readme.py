@@ -24,15 +24,11 @@ from kv_cache import Pages
 from lab.simulator.cost_model import CostModel
 from sampling import SamplingParams
 from scheduler import SarathiServe
-from tests.helpers import alone, tiny_model
+from tests.helpers import ROOT, alone, repository, tiny_model
 from tests.test_scheduler import simulate
 
-ROOT = Path(__file__).parents[1]
-ROOMS = [  # results/ has folders that .ci/gpu.sh makes
-    *("", "lab/", "lab/simulator/", "results/", "server/", "exercises/", "parallel/", "tests/"),
-    *("policies/", "examples/compare/"),
-]
-TEXTS = {room: (ROOT / f"{room}README.md").read_text("utf-8") for room in ROOMS}
+READMES = {str(path).removesuffix("README.md"): path for path in repository("*README.md")}
+TEXTS = {room: (ROOT / path).read_text("utf-8") for room, path in READMES.items()}
 MAIN = TEXTS[""]
 CODE = re.findall(r"```python\n(.*?)```", MAIN, flags=re.DOTALL)
 ALGORITHM_3 = next(block for block in CODE if block.startswith("def schedule("))
@@ -196,7 +192,7 @@ def commands(text):
                 yield words[index:]
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", TEXTS)
 def test_every_command_parses(room, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compare, "has_package", lambda python, engine: True)
@@ -253,17 +249,15 @@ def test_the_roofline_is_that_of_the_cost_model():
 
 
 def test_every_file_at_the_top_and_every_room_is_named():
-    files = {path.name for path in ROOT.glob("*.py")} - {"conftest.py"}
-    rooms = {f"{path.parent.name}/" for path in ROOT.glob("*/__init__.py")}
+    paths = repository("*.py")
+    files = {path.name for path in paths if len(path.parts) == 1} - {"conftest.py"}
+    rooms = {f"{path.parts[0]}/" for path in paths if path.parts[1:] == ("__init__.py",)}
     assert len(files) >= 9 and len(rooms) >= 9
     for name in sorted(files | rooms):
         assert f"`{name}`" in MAIN or f"{name} " in MAIN, name
 
 
 def test_every_link_leads_to_a_file():
-    folders = {path.parent.relative_to(ROOT) for path in ROOT.glob("[!.]*/**/README.md")}
-    folders = {path for path in folders if path.parent != Path("results")}  # made by .ci/gpu.sh
-    assert folders == {Path(room) for room in ROOMS if room}
     for room, text in TEXTS.items():
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (ROOT / room / link).exists(), f"{room}README.md links to {link}"
