@@ -273,7 +273,7 @@ def test_a_template_that_takes_too_long_is_refused(copy, template, monkeypatch):
         monkeypatch.setattr("pretrained.chat.RENDER_S", 0.5)
     directory = copy()
     (directory / "chat_template.jinja").write_text(template, "utf-8")
-    with pytest.raises(ValueError, match=f"^{directory}: chat template: ({error})"):
+    with pytest.raises(ValueError, match=f"chat template: ({error})"):
         load_chat(directory)
 
 

@@ -193,7 +193,7 @@ def test_the_command_names_policy_load_and_rule_in_one_line(method, load, rule, 
     policy = write_policy(tmp_path, method)
     with pytest.raises(ValueError) as broken:
         bench.main(["check", f"{TEMPLATE},{policy}"])
-    line = rf"error: the rule '{rule}' is broken: .* iteration \d+ of {policy}, chunk \d+, {load}\)"
+    line = rf"error: the rule '{rule}' is broken: .* iteration \d+ of .*:Own, chunk \d+, {load}\)"
     assert re.fullmatch(line, explain(broken.value))
     line = rf"{TEMPLATE} keeps all rules: nothing lost, .*, everybody ends \([\d,]{{5,}} iter.*\n"
     assert re.fullmatch(line, capsys.readouterr().out)
@@ -385,9 +385,9 @@ SIMULATED = "--simulate a100-80gb --preset llama3-8b --max-len 512 --requests 16
 BREAKS = "(breaks 'no decode dropped')"
 
 
-def marked(command, policy, capsys):
+def marked(command, policy, capsys, *files):
     """What a command prints of this policy, which it marks, and of sarathi-serve."""
-    bench.main([*command.split(), "--policies", f"sarathi-serve,{policy}"])
+    bench.main([*command.split(), *files, "--policies", f"sarathi-serve,{policy}"])
     text = capsys.readouterr().out
     assert text.count("\nthe rule 'no decode dropped' is broken: waits while 2 others decode") == 1
     assert f"| {policy} {BREAKS} " in text and "sarathi-serve (breaks" not in text
@@ -397,7 +397,7 @@ def marked(command, policy, capsys):
 def test_serve_marks_a_policy_that_breaks_a_rule_and_it_meets_no_slo(tmp_path, capsys):
     policy = write_policy(tmp_path, DROPS)
     file = tmp_path / "run.json"
-    text = marked(f"serve {SIMULATED} --qps 1 --json {file}", policy, capsys)
+    text = marked(f"serve {SIMULATED} --qps 1", policy, capsys, f"--json={file}")
     assert f"{policy} (the rule 'no decode dropped' is broken)" in text
     assert f"met by sarathi-serve; not met by {policy}" in text
     runs = json.loads(file.read_text("utf-8"))["runs"]
@@ -408,7 +408,7 @@ def test_serve_marks_a_policy_that_breaks_a_rule_and_it_meets_no_slo(tmp_path, c
 def test_capacity_marks_a_policy_that_breaks_a_rule_and_runs_it_once(tmp_path, capsys):
     policy = write_policy(tmp_path, DROPS)
     file = tmp_path / "run.json"
-    text = marked(f"capacity {SIMULATED} --json {file}", policy, capsys)
+    text = marked(f"capacity {SIMULATED}", policy, capsys, f"--json={file}")
     assert f"{policy} (the rule 'no decode dropped' is broken)" in text
     result = json.loads(file.read_text("utf-8"))["results"][policy]
     assert result["bound"] == "below" and len(result["points"]) == 1

@@ -389,7 +389,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("options, message", REFUSED)
 def test_unsupported_or_invalid_options_are_refused_in_one_line(tmp_path, options, message):
-    with pytest.raises(ValueError, match=f"{tmp_path}/config.json: .*{message}") as error:
+    with pytest.raises(ValueError, match=f"config.json: .*{message}") as error:
         read(tmp_path, **sized("llama") | options)
     assert str(error.value).isprintable()
 
@@ -444,7 +444,7 @@ def test_shards_hold_each_tensor_once(save):
     other = shard.with_name(SHARD.replace("3", "4"))
     first = next(iter(load_file(other)))
     edit(shard, lambda tensors: tensors.update(load_file(other)))
-    with pytest.raises(ValueError, match=f"{other}: {first[6:]} is there twice"):
+    with pytest.raises(ValueError, match=f"{other.name}: {first[6:]} is there twice"):
         GPT.from_pretrained(shard.parent)
     shard.unlink()
     with pytest.raises(ValueError, match="missing tensors: "):

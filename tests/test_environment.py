@@ -152,7 +152,7 @@ def test_a_limit_of_a_number_is_allowed_unless_it_must_be_above(kind, right, wro
 
 def test_a_pipe_and_a_device_stay_what_they_are(tmp_path, monkeypatch):
     code = "from cli.options import write_text; write_text('/dev/stdout', 'a'); print('b')"
-    shell(f'$python -c "{code}" > {tmp_path}/out')
+    shell(f'PYTHONPATH={shlex.quote(str(HERE))} $python -c "{code}" > out', cwd=tmp_path)
     assert "b" in (tmp_path / "out").read_text("utf-8")  # still the file that is written to
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
@@ -365,7 +365,7 @@ CASES = [  # what main does, when a second signal is another one, the status, wh
 def test_a_signal_ends_it_without_a_traceback(does, twice_s, status, printed, tmp_path):
     (tmp_path / "hides.py").write_text(HIDES, "utf-8")
     (tmp_path / "program.py").write_text(PROGRAM.format(does, twice_s), "utf-8")
-    ended = shell(f"PYTHONPATH={HERE} $python program.py", cwd=tmp_path)
+    ended = shell(f"PYTHONPATH={shlex.quote(str(HERE))} $python program.py", cwd=tmp_path)
     assert ended == (status, printed, "")
 
 

@@ -97,8 +97,9 @@ def test_an_engine_that_is_not_there_is_refused_at_once(text, message):
 def parse(fake):
     """A function that parses a command line against that Python."""
 
-    def parse_words(words):
-        return compare.parse_args(["--against", f"openvino={fake.python}", *words.split()])
+    def parse_words(words, *more):
+        argv = [f"--against=openvino={fake.python}", *words.split(), *more]
+        return compare.parse_args(argv)
 
     return parse_words
 
@@ -135,7 +136,7 @@ def test_options_that_make_no_sense_are_refused_in_one_line(words, parse, capsys
 
 
 def test_a_checkpoint_need_not_be_saved_and_an_engine_is_required(parse, tmp_path, capsys):
-    assert parse(f"--model {tmp_path}").model.model == str(tmp_path)
+    assert parse("", f"--model={tmp_path}").model.model == str(tmp_path)
     with pytest.raises(SystemExit):
         compare.parse_args([])
     assert "--against" in capsys.readouterr().err

@@ -55,8 +55,8 @@ def plots(monkeypatch):
 def run(tmp_path, capsys):
     """A function that runs a command with the smallest model: (what it prints, what it writes)."""
 
-    def run_command(command, words, interrupted=False):
-        argv = [command, *TINY, *words.split(), f"--json={tmp_path}/report.json"]
+    def run_command(command, words, *files, interrupted=False):
+        argv = [command, *TINY, *words.split(), *files, f"--json={tmp_path}/report.json"]
         if interrupted:
             with pytest.raises(KeyboardInterrupt):
                 bench.main(argv)
@@ -75,9 +75,9 @@ def csv_rows(file):
 def test_serve_prints_and_writes_everything(tmp_path, run, plots):
     names = ["hybrid-only", "chunked-only", "sarathi-serve:8"]
     files = {option: tmp_path / f"run.{option}" for option in ("csv", "png", "html")}
-    words = f"--requests 5 --qps 30 --classes low=2,normal=3 --policies {','.join(names)} "
-    words += "--csv {csv} --plot {png} --html {html}".format(**files)
-    text, report = run("serve", words)
+    words = f"--requests 5 --qps 30 --classes low=2,normal=3 --policies {','.join(names)}"
+    options = [f"--csv={files['csv']}", f"--plot={files['png']}", f"--html={files['html']}"]
+    text, report = run("serve", words, *options)
     heading = "llama-tiny|batch 32, context 32|64 tokens of KV cache|30 a second|strict, 5 of these"
     assert all(part in text for part in heading.split("|"))
     assert report["options"]["seed"] == 0 and report["machine"]["model"] == "llama-tiny"
@@ -114,8 +114,8 @@ def test_capacity_prints_and_writes_everything(tmp_path, run, plots, monkeypatch
     monkeypatch.setattr(machine, "measure_machine", lambda *_: MACHINE)
     monkeypatch.setattr(capacity, "search_capacity", search_two)
     names = ["vllm", "sarathi-serve"]
-    words = f"{CAPACITY} --ratio 1.5 --policies {','.join(names)} --plot {tmp_path}/c.png"
-    text, report = run("capacity", words)
+    words = f"{CAPACITY} --ratio 1.5 --policies {','.join(names)}"
+    text, report = run("capacity", words, f"--plot={tmp_path}/c.png")
     assert list(report["results"]) == names and report["slo_s"] == 50
     for name, result in report["results"].items():
         assert [point["qps"] for point in result["points"]] == [8.0, 400.0]
@@ -145,7 +145,8 @@ def test_a_capacity_of_requests_that_all_run_at_once_is_refused(options, fewest,
     given = "short.csv with 15 requests" if "TRACE" in options else "--requests "
     message = f"{given}.*: must be at least {fewest}, 4 times what may run at once"
     with pytest.raises(ValueError, match=message):
-        bench.main(["capacity", "--max-len=64", *options.replace("TRACE", str(trace)).split()])
+        argv = [word.replace("TRACE", str(trace)) for word in options.split()]
+        bench.main(["capacity", "--max-len=64", *argv])
     assert capsys.readouterr() == ("", "")  # before anything is loaded
 
 
@@ -253,8 +254,8 @@ def test_an_interrupt_keeps_what_there_is(tmp_path, run, monkeypatch, plots):
         return step(load)
 
     monkeypatch.setattr(run_loop.LoadRun, "step", interrupted)
-    words = f"{SERVE} --slo 50 --csv {tmp_path}/i.csv --plot {tmp_path}/i.png"
-    text, report = run("serve", words, interrupted=True)
+    files = [f"--csv={tmp_path}/i.csv", f"--plot={tmp_path}/i.png"]
+    text, report = run("serve", f"{SERVE} --slo 50", *files, interrupted=True)
     assert [list(runs) for runs in served] == [[], ["vllm"]]
     assert [row["cut_short"] for row in report["runs"].values()] == [None, "interrupted"]
     rows = csv_rows(tmp_path / "i.csv")
@@ -288,12 +289,13 @@ def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, run):
     file = tmp_path / "trace.csv"
     rows = "5,100,20\n9,40,8\n10,900,10\n13,60,4\n"
     file.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows, "utf-8")
-    trace = f"--trace {file} --trace-scale 0.5"
-    at_rate, name = make_workload(parse("serve", "--max-len", "64", *trace.split()))
+    trace = [f"--trace={file}", "--trace-scale=0.5"]
+    at_rate, name = make_workload(parse("serve", "--max-len", "64", *trace))
     assert at_rate(None) == [Arrival(0, 50, 10), Arrival(4, 20, 4), Arrival(8, 30, 2)]
     assert [a.time for a in at_rate(2.0)] == [0, 0.5, 1.0] and "(1 left out)" in name
-    text, _ = run("serve", f"{trace} --policies vllm --slo 1000 --qps 20")
-    assert "(1 left out) at 20 a second; median prompt 30, output 4" in text
+    text, _ = run("serve", "--policies vllm --slo 1000 --qps 20", *trace)
+    printed = " ".join(text.split())
+    assert "(1 left out) at 20 a second; median prompt 30, output 4" in printed
 
 
 def test_serve_compares_runs_with_and_without_prefix_caching(tmp_path, capsys):
@@ -314,8 +316,8 @@ def test_chats_are_served_and_find_their_own_past(tmp_path, run):
     """A prefix of 8 and 12 + 8 tokens, then 12 more. Three pages of 8 stay of the first turn, one
     of them half of its answer."""
     load = "--requests 3 --qps 30 --policies sarathi-serve --lengths 24+16 --kv-tokens 1024"
-    load += f" --turns 2 --shared-prefix 8:1 --slo 50 --csv {tmp_path}/c.csv"
-    text, _ = run("serve", load)
+    load += " --turns 2 --shared-prefix 8:1 --slo 50"
+    text, _ = run("serve", load, f"--csv={tmp_path}/c.csv")
     assert "load: 3 chats of 24+16 tokens of up to 2 turns, 1 s after each answer, each af" in text
     assert "at 30 a second" in text and "\nsarathi-serve, shared: 30.000 chats/s, P50" in text
     rows = csv_rows(tmp_path / "c.csv")
@@ -401,6 +403,6 @@ def test_an_invalid_load_is_refused_before_a_model_is_loaded(
 ):
     monkeypatch.setattr(serving, "load_model", None)
     (tmp_path / "trace.csv").write_text("arrived_at,num_prefill_tokens\n1,2\n", "utf-8")
-    arguments = arguments.replace("TMP", str(tmp_path)).split()
+    arguments = [word.replace("TMP", str(tmp_path)) for word in arguments.split()]
     with pytest.raises(ValueError, match=message):
         bench.main(["serve", *arguments, "--device", "cpu"])
