@@ -78,7 +78,7 @@ def test_a_site_that_was_moved_opens_from_a_file_and_says_what_it_cannot(
 def test_the_version_of_python_is_that_of_the_package():
     version = json.loads((PYODIDE_FOLDER / "package.json").read_text("utf-8"))["version"]
     assert f"/v{version}/" in PYODIDE
-    assert f"pyodide@{version}" in (ROOT / ".github/workflows/ci.yml").read_text("utf-8")
+    assert f"pyodide@{version}" in (ROOT / ".ci/run").read_text("utf-8")
 
 
 def answer_404(route):
