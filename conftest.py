@@ -2,14 +2,19 @@
 
 import gc
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis.configuration import set_hypothesis_home_dir
 
 from tests.helpers import tiny_model
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other, and others
+settings.load_profile("ci")  # the same examples for everybody, no deadline, and no database
+set_hypothesis_home_dir(Path(__file__).with_name(".pytest_cache") / "hypothesis")
 
 FAMILIES = [("gpt2", 4), ("llama", 4), ("llama", 2), ("llama", 1)]
 NAMES = ["gpt2", "llama", "llama-grouped", "llama-multi-query"]

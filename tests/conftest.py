@@ -77,7 +77,7 @@ def site_folder(tmp_path_factory, worker_id):
     argv = ["explore", "--site", str(site)]
     if (PYODIDE_FOLDER / "pyodide.mjs").is_file():
         argv += ["--pyodide", str(PYODIDE_FOLDER)]
-    with open(f"{site}.lock", "w") as lock:
+    with open(f"{site}.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not site.exists():
             main(argv)

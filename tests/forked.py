@@ -180,7 +180,7 @@ class World:
         """How all ranks ended."""
         result = Path(self.out)
         return Ended(
-            result=json.loads(result.read_text()) if result.exists() else None,
+            result=json.loads(result.read_text("utf-8")) if result.exists() else None,
             statuses=self.statuses,
             errors="".join(program.stderr.read() for program in self.programs.values()),
             out=self.out,

@@ -2,9 +2,11 @@
 
 import math
 import random
+import subprocess
 from collections import Counter, defaultdict, deque
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +32,16 @@ RESERVING = [  # max_len tokens at admission
     name for name, cls in POLICIES.items() if cls.reserved is Scheduler.reserved
 ]
 GROWING = [name for name in POLICIES if name not in RESERVING]  # page by page
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def repository(pattern):
+    """The files of the repository that match, from its top folder: not what lies beside them."""
+    command = ["git", "ls-files", pattern]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
+    return [Path(line) for line in listed.stdout.splitlines()]
 
 
 def with_slow(values, fast):

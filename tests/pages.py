@@ -164,7 +164,7 @@ def opened_runs(browser, folder, runs, slo_s=SLO_S, **options):
 
 def data_of(file):
     """What a page shows, as it is in its file."""
-    return json.loads(file.read_text().split('id="data">')[1].split("</script>")[0])
+    return json.loads(file.read_text("utf-8").split('id="data">')[1].split("</script>")[0])
 
 
 def expected_metrics(run, recorder):

@@ -265,14 +265,14 @@ def be_a_rank(job):
     torch.set_num_threads(1)
     if "timeout_s" in job:
         parallel.ranks.TIMEOUT = timedelta(seconds=job["timeout_s"])
-    out(f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+    out(f"{os.environ['RANK']}.pid").write_text(str(os.getpid()), "utf-8")
     try:
         result = globals()[job["program"]](job)
     except KeyboardInterrupt:
         time.sleep(1)  # it takes a while
         out("kept").touch()
         raise
-    Path(os.environ["RANK_OUT"]).write_text(json.dumps(result))
+    Path(os.environ["RANK_OUT"]).write_text(json.dumps(result), "utf-8")
 
 
 def main():

@@ -252,7 +252,7 @@ def run(tmp_path, capsys):
         file = tmp_path / "report.json"
         options = ["--preset", "llama-tiny", "--device", "cpu", "--json", str(file)]
         bench.main(["batches", *argv, *options])
-        return json.loads(file.read_text())["batches"], capsys.readouterr().out
+        return json.loads(file.read_text("utf-8"))["batches"], capsys.readouterr().out
 
     return run_command
 

@@ -41,7 +41,7 @@ def process(*command):
 @pytest.fixture
 def own(tmp_path):
     """A file with policies of one's own."""
-    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own.py").write_text(OWN, "utf-8")
     return f"{tmp_path}/own.py"
 
 

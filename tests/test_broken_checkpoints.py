@@ -61,7 +61,7 @@ def whole(tmp_path_factory):
         INDEX: {"weight_map": dict.fromkeys(model.state_dict(), "/etc/passwd")},  # never read
     }
     for name, content in files.items():
-        (directory / name).write_text(json.dumps(content))
+        (directory / name).write_text(json.dumps(content), "utf-8")
     return directory
 
 
@@ -101,13 +101,13 @@ def places(content):
 
 def change_json(path, rng):
     """Give one place in a JSON file another value, or none."""
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text("utf-8"))
     container, key = rng.choice(list(places(content))[:400])
     if rng.random() < 0.2:
         del container[key]
     else:
         container[key] = rng.choice(VALUES)
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content), "utf-8")
 
 
 def change_bytes(path, rng):
@@ -129,7 +129,7 @@ def break_at_random(directory, rng):
     """Change one of the files. Returns how."""
     path = directory / rng.choice(FILES)
     if not path.exists():
-        path.write_text(TEMPLATE)
+        path.write_text(TEMPLATE, "utf-8")
     changes = [change_bytes, change_content]
     if path.name in JSON_FILES:
         changes += [change_json] * 3
@@ -272,8 +272,8 @@ def test_a_template_that_takes_too_long_is_refused(copy, template, monkeypatch):
     if "TimeoutError" in error:
         monkeypatch.setattr("pretrained.chat.RENDER_S", 0.5)
     directory = copy()
-    (directory / "chat_template.jinja").write_text(template)
-    with pytest.raises(ValueError, match=f"^{directory}: chat template: ({error})"):
+    (directory / "chat_template.jinja").write_text(template, "utf-8")
+    with pytest.raises(ValueError, match=f"chat template: ({error})"):
         load_chat(directory)
 
 
@@ -281,7 +281,7 @@ def test_the_limits_of_a_template_are_for_no_one_else(copy):
     directory = copy()
     text = "{{ 'ab' * 3 }} {{ 2 ** 10 }} {{ 7 % 4 }} {{ 'a' | center(3) }}"
     text += "{{ '%d' | format(10**9) }} {{ 'a'.ljust(3) }}{{ (10**9) | tojson }}"
-    (directory / "chat_template.jinja").write_text(text)
+    (directory / "chat_template.jinja").write_text(text, "utf-8")
     assert load_chat(directory)(MESSAGES) == "ababab 1024 3  a 1000000000 a  1000000000"
     inner = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
     assert inner.apply_chat_template(MESSAGES, tokenize=False) == load_chat(directory)(MESSAGES)

@@ -36,7 +36,7 @@ def test_it_prints_why_and_writes_everything(decodes, max_len, spread, tmp_path,
     words = [f"--decodes={decodes}", f"--max-len={max_len}", f"--json={tmp_path}/b.json"]
     bench.main(["batches", "--slo=100", *TINY, *words])
     text = capsys.readouterr().out
-    report = json.loads((tmp_path / "b.json").read_text())
+    report = json.loads((tmp_path / "b.json").read_text("utf-8"))
     tile = min(32, max_len)
     largest = max(max_len, (decodes // tile + 1) * tile)  # an SLO that all meet
     assert report["budget"] == largest // tile * tile
@@ -73,11 +73,11 @@ def test_an_interrupt_keeps_what_was_timed(timed, tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(batches, "time_steadily", interrupted)
     monkeypatch.setattr(batches, "measure_machine", lambda *_: MACHINE)
     file = tmp_path / "b.json"
-    file.write_text('{"profile": "of yesterday"}')
+    file.write_text('{"profile": "of yesterday"}', "utf-8")
     with pytest.raises(KeyboardInterrupt):
         bench.main(["batches", "--slo=1", *TINY, "--decodes=3", f"--json={file}"])
     text = capsys.readouterr().out
-    profile = json.loads(file.read_text())["profile"]
+    profile = json.loads(file.read_text("utf-8"))["profile"]
     if not timed:
         assert profile == "of yesterday" and "wrote" not in text
         return

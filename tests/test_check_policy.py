@@ -142,7 +142,7 @@ def reference_tokens():
 
 def write_policy(folder, method):
     """The name of a policy with this method in a file of its own."""
-    (folder / "own.py").write_text(f"{HEADER}{method}")
+    (folder / "own.py").write_text(f"{HEADER}{method}", "utf-8")
     return f"{folder}/own.py:Own"
 
 
@@ -193,7 +193,7 @@ def test_the_command_names_policy_load_and_rule_in_one_line(method, load, rule, 
     policy = write_policy(tmp_path, method)
     with pytest.raises(ValueError) as broken:
         bench.main(["check", f"{TEMPLATE},{policy}"])
-    line = rf"error: the rule '{rule}' is broken: .* iteration \d+ of {policy}, chunk \d+, {load}\)"
+    line = rf"error: the rule '{rule}' is broken: .* iteration \d+ of .*:Own, chunk \d+, {load}\)"
     assert re.fullmatch(line, explain(broken.value))
     line = rf"{TEMPLATE} keeps all rules: nothing lost, .*, everybody ends \([\d,]{{5,}} iter.*\n"
     assert re.fullmatch(line, capsys.readouterr().out)
@@ -305,7 +305,7 @@ def test_who_is_admitted_for_nothing_is_said_in_a_second_line(tmp_path, capsys):
 
 def test_a_policy_that_ends_the_process_as_it_is_read_is_one_line(tmp_path):
     for file, source in (("leaves", "raise SystemExit(0)"), ("base", "from scheduler import *")):
-        (tmp_path / f"{file}.py").write_text(source)
+        (tmp_path / f"{file}.py").write_text(source, "utf-8")
     with pytest.raises(PolicyError, match="^SystemExit: 0$") as left:
         find_policy(f"{tmp_path}/leaves.py:Own")
     assert left.value.place == f"{tmp_path}/leaves.py line 1"
@@ -385,9 +385,9 @@ SIMULATED = "--simulate a100-80gb --preset llama3-8b --max-len 512 --requests 16
 BREAKS = "(breaks 'no decode dropped')"
 
 
-def marked(command, policy, capsys):
+def marked(command, policy, capsys, *files):
     """What a command prints of this policy, which it marks, and of sarathi-serve."""
-    bench.main([*command.split(), "--policies", f"sarathi-serve,{policy}"])
+    bench.main([*command.split(), *files, "--policies", f"sarathi-serve,{policy}"])
     text = capsys.readouterr().out
     assert text.count("\nthe rule 'no decode dropped' is broken: waits while 2 others decode") == 1
     assert f"| {policy} {BREAKS} " in text and "sarathi-serve (breaks" not in text
@@ -397,10 +397,10 @@ def marked(command, policy, capsys):
 def test_serve_marks_a_policy_that_breaks_a_rule_and_it_meets_no_slo(tmp_path, capsys):
     policy = write_policy(tmp_path, DROPS)
     file = tmp_path / "run.json"
-    text = marked(f"serve {SIMULATED} --qps 1 --json {file}", policy, capsys)
+    text = marked(f"serve {SIMULATED} --qps 1", policy, capsys, f"--json={file}")
     assert f"{policy} (the rule 'no decode dropped' is broken)" in text
     assert f"met by sarathi-serve; not met by {policy}" in text
-    runs = json.loads(file.read_text())["runs"]
+    runs = json.loads(file.read_text("utf-8"))["runs"]
     assert runs["sarathi-serve"]["met"] and not runs[policy]["met"]
     assert runs[policy]["broken_rule"] == "no decode dropped"
 
@@ -408,9 +408,9 @@ def test_serve_marks_a_policy_that_breaks_a_rule_and_it_meets_no_slo(tmp_path, c
 def test_capacity_marks_a_policy_that_breaks_a_rule_and_runs_it_once(tmp_path, capsys):
     policy = write_policy(tmp_path, DROPS)
     file = tmp_path / "run.json"
-    text = marked(f"capacity {SIMULATED} --json {file}", policy, capsys)
+    text = marked(f"capacity {SIMULATED}", policy, capsys, f"--json={file}")
     assert f"{policy} (the rule 'no decode dropped' is broken)" in text
-    result = json.loads(file.read_text())["results"][policy]
+    result = json.loads(file.read_text("utf-8"))["results"][policy]
     assert result["bound"] == "below" and len(result["points"]) == 1
 
 
@@ -454,9 +454,9 @@ def test_explore_ends_with_the_line_where_a_policy_fails(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_two_files_with_a_class_of_one_name_are_two_policies(tmp_path, monkeypatch):
-    source = Path(TEMPLATE.partition(":")[0]).read_text()
+    source = Path(TEMPLATE.partition(":")[0]).read_text("utf-8")
     for file in ("one", "two"):
-        (tmp_path / f"{file}.py").write_text(source)
+        (tmp_path / f"{file}.py").write_text(source, "utf-8")
     names = [f"{tmp_path}/{file}.py:ShortestFirst" for file in ("one", "two")]
     runs = explored(tmp_path, monkeypatch, ",".join(names))
     policies = dict.fromkeys(run.split(" | ")[0] for run in runs)

@@ -90,9 +90,9 @@ def save(tmp_path):
 def edit(path, change):
     """Apply `change` to the object in a JSON file, or to the tensors in a safetensors file."""
     if path.suffix == ".json":
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text("utf-8"))
         change(content)
-        path.write_text(json.dumps(content))
+        path.write_text(json.dumps(content), "utf-8")
     else:
         tensors = load_file(path)
         change(tensors)
@@ -233,7 +233,7 @@ PUBLISHED = {
 
 
 def read(path, **config):
-    (path / "config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text(json.dumps(config), "utf-8")
     return checkpoints.read_config(path)
 
 
@@ -389,7 +389,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("options, message", REFUSED)
 def test_unsupported_or_invalid_options_are_refused_in_one_line(tmp_path, options, message):
-    with pytest.raises(ValueError, match=f"{tmp_path}/config.json: .*{message}") as error:
+    with pytest.raises(ValueError, match=f"config.json: .*{message}") as error:
         read(tmp_path, **sized("llama") | options)
     assert str(error.value).isprintable()
 
@@ -444,7 +444,7 @@ def test_shards_hold_each_tensor_once(save):
     other = shard.with_name(SHARD.replace("3", "4"))
     first = next(iter(load_file(other)))
     edit(shard, lambda tensors: tensors.update(load_file(other)))
-    with pytest.raises(ValueError, match=f"{other}: {first[6:]} is there twice"):
+    with pytest.raises(ValueError, match=f"{other.name}: {first[6:]} is there twice"):
         GPT.from_pretrained(shard.parent)
     shard.unlink()
     with pytest.raises(ValueError, match="missing tensors: "):
@@ -487,7 +487,7 @@ def test_weights_in_no_file_or_one_that_is_not_safetensors(save):
     file.rename(file.parent / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match="model.safetensors.*pickles are not read"):
         GPT.from_pretrained(file.parent)
-    file.write_text("version https://git-lfs.github.com/spec/v1")
+    file.write_text("version https://git-lfs.github.com/spec/v1", "utf-8")
     with pytest.raises(ValueError, match="model.safetensors: not a safetensors file"):
         GPT.from_pretrained(file.parent)
 

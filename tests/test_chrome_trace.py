@@ -66,10 +66,10 @@ def save(tab):
 
 def read(file):
     """(events, (process, lane) -> [(name, start, end)] of the slices, times in seconds)."""
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text("utf-8"))
     assert content["displayTimeUnit"] == "ms"
     events = content["traceEvents"]
-    assert len(file.read_text().splitlines()) == 2 + max(1, len(events))  # one a line
+    assert len(file.read_text("utf-8").splitlines()) == 2 + max(1, len(events))  # one a line
     timed = [(e["pid"], e["ts"]) for e in events if e["ph"] != "M"]
     assert timed == sorted(timed)
     processes = {}

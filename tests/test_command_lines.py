@@ -9,7 +9,6 @@ import os
 import random
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,15 +20,15 @@ import sample
 import server.__main__
 from cli.console import explain
 from tests import forked
+from tests.helpers import ROOT, repository
 
-ROOT = Path(__file__).parents[1]
 COUNT = int(os.environ.get("NANOSARATHI_COMMAND_LINES", "300"))
 BATCH = 20  # command lines of one test
 RUNS_ALONE = r'(?m)^if __name__ == "__main__"|^ArgumentParser\('
 PROGRAM_FILES = [
-    str(path.relative_to(ROOT))
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("[!.]*/**/*.py"))
-    if "tests" not in path.parts and re.search(RUNS_ALONE, path.read_text("utf-8"))
+    str(path)
+    for path in repository("*.py")
+    if "tests" not in path.parts and re.search(RUNS_ALONE, (ROOT / path).read_text("utf-8"))
 ]
 POSITIONALS = {  # arguments of each command, each list one choice
     "batches": [["8"], ["6x1@1024"], ["2 * 2048/256 + 6x1@512", "b=512"], ["0"], ["a=8", "a=9"]],

@@ -120,7 +120,7 @@ def test_a_model_with_learned_positions_takes_them_all():
 def test_a_file_that_cannot_be_written_is_found_before_the_run(option, tmp_path, capsys):
     (tmp_path / "loop.png").symlink_to("loop.png")
     (tmp_path / "folder.png").mkdir()
-    (tmp_path / "there.png").write_text("kept")
+    (tmp_path / "there.png").write_text("kept", "utf-8")
     (tmp_path / "link.png").symlink_to("not-there.png")
     wrong = ["loop.png", "folder.png", "no/such.png", "there.png/x.png", "n" * 300 + ".png"]
     for file in [*(f"{tmp_path}/{name}" for name in wrong), "", "~nobody/x.png", "/proc/x.png"]:
@@ -131,7 +131,9 @@ def test_a_file_that_cannot_be_written_is_found_before_the_run(option, tmp_path,
     for name in ("there.png", "link.png", "new.png"):
         parse("serve", f"--{option}={tmp_path}/{name}")
     left = {"loop.png", "folder.png", "there.png", "link.png"}  # nothing was made or changed
-    assert set(os.listdir(tmp_path)) == left and (tmp_path / "there.png").read_text() == "kept"
+    assert (
+        set(os.listdir(tmp_path)) == left and (tmp_path / "there.png").read_text("utf-8") == "kept"
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,8 +152,8 @@ def test_a_limit_of_a_number_is_allowed_unless_it_must_be_above(kind, right, wro
 
 def test_a_pipe_and_a_device_stay_what_they_are(tmp_path, monkeypatch):
     code = "from cli.options import write_text; write_text('/dev/stdout', 'a'); print('b')"
-    shell(f'$python -c "{code}" > {tmp_path}/out')
-    assert "b" in (tmp_path / "out").read_text()  # still the file that is written to
+    shell(f'PYTHONPATH={shlex.quote(str(HERE))} $python -c "{code}" > out', cwd=tmp_path)
+    assert "b" in (tmp_path / "out").read_text("utf-8")  # still the file that is written to
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
     options.write_text(tmp_path / "pipe", "two")
@@ -165,7 +167,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(error, tmp_path, monkeypa
     file = tmp_path / "file"
     link = tmp_path / "link"
     link.symlink_to(file)
-    file.write_text("one")
+    file.write_text("one", "utf-8")
 
     def half(path, *_):
         path.write_bytes(b"t")
@@ -175,9 +177,9 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(error, tmp_path, monkeypa
         patch.setattr(Path, "write_text", half)
         with pytest.raises(type(error) if isinstance(error, OSError) else error):
             options.write_text(link, "two")
-    assert file.read_text() == "one"
+    assert file.read_text("utf-8") == "one"
     options.write_text(link, "two")
-    assert file.read_text() == "two" and link.is_symlink()
+    assert file.read_text("utf-8") == "two" and link.is_symlink()
     assert {*os.listdir(tmp_path)} == {"file", "link"}
 
 
@@ -189,7 +191,7 @@ def test_a_report_is_kept_when_a_run_is_broken_off_if_there_is_any(tmp_path, cap
             report |= {str(i): i for i in range(results)}
             raise KeyboardInterrupt
         assert os.listdir(tmp_path) == files
-    written = json.loads((tmp_path / "report.json").read_text())
+    written = json.loads((tmp_path / "report.json").read_text("utf-8"))
     assert written == {"options": vars(choice), "machine": "this", "0": 0}
     ends = ["nothing was finished", "what was measured until then is kept"]
     nothing, some = (f"\ninterrupted: {end}\n" for end in ends)
@@ -249,14 +251,14 @@ def test_control_characters_of_others_do_not_reach_a_terminal(monkeypatch, capsy
 
 
 def test_an_error_in_a_custom_policy_names_its_place(tmp_path, capsys):
-    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own.py").write_text(OWN, "utf-8")
     broken = find_policy(f"{tmp_path}/own.py:Broken")
     assert exit_code(lambda: broken.schedule(None)).endswith("own.py line 6: KeyError: 'nothing'")
     (tmp_path / "null.py").write_bytes(b"\0")
     assert "the policy's file line" in exit_code(lambda: find_policy(f"{tmp_path}/null.py:Mine"))
     with pytest.raises(ValueError, match="own.py:Alone': cannot be made: "):
         make_scheduler(f"{tmp_path}/own.py:Alone", None, chunk=8)
-    (tmp_path / "bad.py").write_text("\nint('x')\n")
+    (tmp_path / "bad.py").write_text("\nint('x')\n", "utf-8")
     with pytest.raises(SystemExit):
         bench.parse_args(["--policies", f"{tmp_path}/bad.py:Mine"])
     assert "bad.py line 2: invalid literal" in capsys.readouterr().err
@@ -361,9 +363,9 @@ CASES = [  # what main does, when a second signal is another one, the status, wh
 
 @pytest.mark.parametrize("does, twice_s, status, printed", CASES)
 def test_a_signal_ends_it_without_a_traceback(does, twice_s, status, printed, tmp_path):
-    (tmp_path / "hides.py").write_text(HIDES)
-    (tmp_path / "program.py").write_text(PROGRAM.format(does, twice_s))
-    ended = shell(f"PYTHONPATH={HERE} $python program.py", cwd=tmp_path)
+    (tmp_path / "hides.py").write_text(HIDES, "utf-8")
+    (tmp_path / "program.py").write_text(PROGRAM.format(does, twice_s), "utf-8")
+    ended = shell(f"PYTHONPATH={shlex.quote(str(HERE))} $python program.py", cwd=tmp_path)
     assert ended == (status, printed, "")
 
 

@@ -53,7 +53,7 @@ def every_machine_tries_as_many_loads(monkeypatch):
 def check(number, source, folder, capsys, *options):
     """(exit status, what is printed) for a solution."""
     file = folder / f"exercise_{number}.py"
-    file.write_text(source.lstrip())
+    file.write_text(source.lstrip(), "utf-8")
     custom._run_file.cache_clear()
     return call([number, "--file", file, *options], capsys)
 
@@ -180,7 +180,7 @@ def solved(tmp_path, monkeypatch):
     """A folder of solutions, which are the files of the exercises."""
     for exercise in EXERCISES:
         file = tmp_path / f"{exercise.number}.py"
-        file.write_text(RIGHT[exercise.number][-1])
+        file.write_text(RIGHT[exercise.number][-1], "utf-8")
         monkeypatch.setitem(vars(exercise), "file", file)
     custom._run_file.cache_clear()
     return tmp_path
@@ -191,8 +191,8 @@ def test_all_are_listed_and_the_next_one_is_named(solved, capsys):
     assert status == 0
     assert re.findall(r"(?m)^ +(\d+) .* solved$", text) == [str(e.number) for e in EXERCISES]
     stub = "raise NotImplementedError"
-    (solved / "3.py").write_text(replaced(3, "batch = Batch(self.max_len)", stub))
-    (solved / "7.py").write_text(replaced(7, "self.running[-1]", "self.running[0]"))
+    (solved / "3.py").write_text(replaced(3, "batch = Batch(self.max_len)", stub), "utf-8")
+    (solved / "7.py").write_text(replaced(7, "self.running[-1]", "self.running[0]"), "utf-8")
     custom._run_file.cache_clear()
     status, text = call([], capsys)
     assert status == 1 and text.count(" solved\n") == 14
@@ -202,9 +202,9 @@ def test_all_are_listed_and_the_next_one_is_named(solved, capsys):
 
 
 def test_a_grader_gets_a_line_for_each_whatever_a_solution_does(solved, capsys):
-    (solved / "1.py").write_text("import os\nos._exit(0)\n")
-    (solved / "2.py").write_text("print('{}')\n" + RIGHT[2][0])
-    (solved / "3.py").write_text("class PromptsFirst: pass\n")
+    (solved / "1.py").write_text("import os\nos._exit(0)\n", "utf-8")
+    (solved / "2.py").write_text("print('{}')\n" + RIGHT[2][0], "utf-8")
+    (solved / "3.py").write_text("class PromptsFirst: pass\n", "utf-8")
     status, text = call(["--all", "--json"], capsys)
     rows = [json.loads(line) for line in text.splitlines()]
     assert status == 1 and [row["exercise"] for row in rows] == [e.number for e in EXERCISES]
@@ -216,7 +216,9 @@ def test_a_grader_gets_a_line_for_each_whatever_a_solution_does(solved, capsys):
 
 
 def test_a_check_that_does_not_end_is_ended(solved, capsys, monkeypatch):
-    (solved / "1.py").write_text("import time\nwhile True:\n try: time.sleep(9)\n except: pass\n")
+    (solved / "1.py").write_text(
+        "import time\nwhile True:\n try: time.sleep(9)\n except: pass\n", "utf-8"
+    )
     monkeypatch.setattr(program, "CHECK_LIMIT_S", 1.0)
     monkeypatch.setattr(program, "EXERCISES", EXERCISES[:1])
     status, text = call(["--all", "--json"], capsys)
@@ -254,7 +256,7 @@ def test_the_program_needs_no_torch_and_exits_with_the_status_of_the_check(tmp_p
     page = tmp_path / "page.html"
     argv = [sys.executable, "-X", "importtime", "-m", "exercises", "1"]
     for source, status in ((RIGHT[1][0], 0), (replaced(1, "if not", "if"), 1)):
-        file.write_text(source)
+        file.write_text(source, "utf-8")
         done = subprocess.run(
             [*argv, "--file", file, "--html", page], cwd=ROOT, capture_output=True, text=True
         )

@@ -36,15 +36,15 @@ def test_serve_counts_goodput_by_both_options(tmp_path, capsys):
     rows = tmp_path / "serve.csv"
     machine = "--simulate a100-80gb --preset llama3-8b --max-len 1024 --policies sarathi-serve"
     load = "--requests 60 --qps 20 --slo 0.02 --ttft-slo 0.05"
-    files = f"--json {report} --csv {rows}"
-    bench.main(["serve", *machine.split(), *load.split(), *files.split()])
-    with rows.open() as file:
+    files = [f"--json={report}", f"--csv={rows}"]
+    bench.main(["serve", *machine.split(), *load.split(), *files])
+    with rows.open(encoding="utf-8") as file:
         requests = list(csv.DictReader(file))
     good = sum(
         float(row["ttft_s"]) <= 0.05 and float(row["p99_tbt_s"] or 0) <= 0.02 for row in requests
     )
     ends = [float(row["arrival"]) + float(row["latency_s"]) for row in requests]
-    run = json.loads(report.read_text())["runs"]["sarathi-serve"]
+    run = json.loads(report.read_text("utf-8"))["runs"]["sarathi-serve"]
     assert 0 < good < len(requests)
     assert run["goodput_per_s"] == good / max(ends)
     assert f" {good / max(ends):.2f} " in capsys.readouterr().out

@@ -105,7 +105,7 @@ def test_an_exercise_is_solved_and_its_stub_is_not(number):
     solved = check(number, IMPORTS + SOLUTIONS[number])
     assert solved["solved"] and solved["line"].endswith("it holds.")
     assert solved["page"].startswith("<!doctype html>")
-    stub = check(number, EXERCISES[number - 1].file.read_text())
+    stub = check(number, EXERCISES[number - 1].file.read_text("utf-8"))
     assert not stub["solved"] and "not written yet" in stub["line"]
     assert stub["line"].startswith("my_policy.py line")
 
@@ -124,7 +124,7 @@ def test_the_bundle_is_enough_without_any_package(tmp_path):
     for path, text in bundle({})["files"].items():
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        file.write_text(text, "utf-8")
     questions = [asked(MINE + "    pass\n"), asked(IMPORTS + SOLUTIONS[6], number=6)]
     code = f"""
 import sys

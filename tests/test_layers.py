@@ -8,11 +8,10 @@ import graphlib
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.helpers import ROOT, repository
 
 LOW = "runtime.files runtime.torchrun runtime.memory runtime.lone_chunk runtime.pieces"
 PLANNING = f"errors request runtime.journal kv_cache scheduler policies {LOW} config"
@@ -63,13 +62,10 @@ MAY_IMPORT_LATE = {  # other packages, within functions or for annotations alone
     "kv_cache": "torch",
     "runtime.memory": "torch",
 }
-PATHS = [
-    path.relative_to(ROOT) for glob in ("*.py", "*/*.py", "*/*/*.py") for path in ROOT.glob(glob)
-]
 MODULES = {  # dotted name -> source, of all but the tests
     ".".join(path.with_suffix("").parts).removesuffix(".__init__"): (ROOT / path).read_text("utf-8")
-    for path in PATHS
-    if not str(path).startswith((".", "tests", "test_", "conftest"))
+    for path in repository("*.py")
+    if not str(path).startswith(("tests", "test_", "conftest"))
 }
 TOPS = {"tests", *(name.split(".")[0] for name in MODULES)}
 

@@ -29,7 +29,7 @@ TINY = "--preset llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16
 
 def rows_of(file):
     """The rows of a CSV file."""
-    return list(csv.DictReader(file.read_text().splitlines()))
+    return list(csv.DictReader(file.read_text("utf-8").splitlines()))
 
 
 def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeypatch):
@@ -40,7 +40,7 @@ def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeyp
     files = [f"--csv={tmp_path}/run.csv", f"--json={tmp_path}/run.json"]
     bench.main(["serve", *YI, *load, "--requests", "20", *files])
     text = capsys.readouterr().out
-    report = json.loads((tmp_path / "run.json").read_text())
+    report = json.loads((tmp_path / "run.json").read_text("utf-8"))
     tables = printed_tables(text)
     assert [table[0] for table in tables] == [table[0] for table in real]
     heading = "2 x A100-80GB, TP 2 x PP 1, 0 ms of CPU per iteration and stage\nyi-34b, 16 bits\n"
@@ -97,7 +97,7 @@ def test_a_capacity_is_searched_on_a_simulated_machine(tmp_path, capsys):
     load = "--requests 40 --batch 10 --policies vllm,sarathi-serve --cpu-ms 5".split()
     bench.main(["capacity", *YI, *load, "--json", str(file)])
     text = capsys.readouterr().out
-    results = json.loads(file.read_text())["results"]
+    results = json.loads(file.read_text("utf-8"))["results"]
     assert "TP 2 x PP 1, 5 ms of CPU" in text
     ((head, *rows),) = printed_tables(text)
     assert head[0] == "policy" and [row[0] for row in rows] == list(results)
@@ -161,7 +161,7 @@ def test_this_machine_is_simulated_with_the_law_of_its_profile(
     argv = [command, *TINY, *options.split(), *load.split(), f"--json={file}", "--simulate=this"]
     bench.main(argv)
     text = capsys.readouterr().out
-    report = json.loads(file.read_text())
+    report = json.loads(file.read_text("utf-8"))
     busy = drift > measure.BUSY
     assert text.startswith("simulated: ") == (command == "capacity")
     assert f"fitted to {len(profile.fitted)} batches" in text
@@ -208,7 +208,7 @@ def test_all_micro_batches_are_counted_and_no_batch_overtakes_another(
     bench.main(["serve", *YI, *options, *files])
     memory = "the batch of each of 4 micro-batches, the memory of each of 2 replicas"
     assert memory in capsys.readouterr().out
-    row = json.loads(report.read_text())["runs"]["orca"]
+    row = json.loads(report.read_text("utf-8"))["runs"]["orca"]
     assert row["running_peak"] == 40  # they come quicker than they end
     batches = defaultdict(list)
     for iteration in drawn[0]["orca"].iterations:

@@ -53,7 +53,7 @@ def fake(tmp_path):
     """A Python in which every package is, and where every program is one that parrots."""
     path = tmp_path / "python"
     seen = tmp_path / "seen.json"
-    path.write_text(FAKE.format(python=sys.executable, seen=str(seen)))
+    path.write_text(FAKE.format(python=sys.executable, seen=str(seen)), "utf-8")
     path.chmod(0o755)
     return SimpleNamespace(python=str(path), seen=seen)
 
@@ -97,8 +97,9 @@ def test_an_engine_that_is_not_there_is_refused_at_once(text, message):
 def parse(fake):
     """A function that parses a command line against that Python."""
 
-    def parse_words(words):
-        return compare.parse_args(["--against", f"openvino={fake.python}", *words.split()])
+    def parse_words(words, *more):
+        argv = [f"--against=openvino={fake.python}", *words.split(), *more]
+        return compare.parse_args(argv)
 
     return parse_words
 
@@ -135,7 +136,7 @@ def test_options_that_make_no_sense_are_refused_in_one_line(words, parse, capsys
 
 
 def test_a_checkpoint_need_not_be_saved_and_an_engine_is_required(parse, tmp_path, capsys):
-    assert parse(f"--model {tmp_path}").model.model == str(tmp_path)
+    assert parse("", f"--model={tmp_path}").model.model == str(tmp_path)
     with pytest.raises(SystemExit):
         compare.parse_args([])
     assert "--against" in capsys.readouterr().err
@@ -167,7 +168,7 @@ def test_the_command_prints_machine_and_table_and_writes_both(fake, tmp_path, mo
     argv = [*words.split(), f"--against=openvino={fake.python}", f"--json={file}"]
     compare.main(argv)
     text = capsys.readouterr().out
-    report = json.loads(file.read_text())
+    report = json.loads(file.read_text("utf-8"))
     settings = {"chunk": 12, "attention": "auto", "report": tqdm.write}
     assert calls == [(18, 3, {"openvino": fake.python}, settings)]  # P:D = 12 / 2
     assert text.startswith("here, ") and "| ours, vllm " in text
@@ -178,7 +179,7 @@ def test_the_command_prints_machine_and_table_and_writes_both(fake, tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         compare.main(argv)
     assert "| ours, orca " in capsys.readouterr().out
-    assert json.loads(file.read_text())["against"] == {"ours, orca": asdict(result)}
+    assert json.loads(file.read_text("utf-8"))["against"] == {"ours, orca": asdict(result)}
 
 
 def test_rates_gains_and_equal_tokens_are_reported(fake, checkpoint, monkeypatch, capsys):
@@ -225,7 +226,7 @@ def test_rates_gains_and_equal_tokens_are_reported(fake, checkpoint, monkeypatch
         *[f"{name}: warm after" for name in ms],
         *[f"{name}: served 6 requests 3 times" for name in ms],
     ]
-    job = json.loads(fake.seen.read_text())
+    job = json.loads(fake.seen.read_text("utf-8"))
     assert job["prompts"] == prompts([Arrival(0.0, 15, 5)] * 6, tiny_model().config.vocab_size, 4)
     assert job["threads"] == torch.get_num_threads() and job["checkpoint"] == checkpoint
     expected = dict(output_len=5, max_batch=3, seq_len=20, chunk=12)
@@ -246,7 +247,7 @@ def test_an_interrupt_keeps_what_two_turns_of_each_have_shown(turns, fake, check
     def interleaved(variants, *_, **__):
         for serve in turns * [*variants.values()]:
             serve()
-        pid = json.loads(fake.seen.read_text())["pid"]
+        pid = json.loads(fake.seen.read_text("utf-8"))["pid"]
         stopped = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # waits until it is
         assert stopped.si_status == signal.SIGSTOP
         raise KeyboardInterrupt
@@ -258,7 +259,7 @@ def test_an_interrupt_keeps_what_two_turns_of_each_have_shown(turns, fake, check
     names = ["ours, sarathi-serve", "ours, vllm", "openvino, vllm", "openvino, orca"]
     assert list(results) == (names if turns == 2 else [])
     assert all(result.tokens_per_s > 0 for result in results.values())
-    job = json.loads(fake.seen.read_text())
+    job = json.loads(fake.seen.read_text("utf-8"))
     assert not os.path.exists(job["folder"])
     with pytest.raises(ProcessLookupError):
         os.kill(job["pid"], 0)
@@ -266,7 +267,7 @@ def test_an_interrupt_keeps_what_two_turns_of_each_have_shown(turns, fake, check
 
 def test_a_missing_package_is_named_with_the_engine_in_one_line(tmp_path, checkpoint):
     bare = tmp_path / "python"
-    bare.write_text(f"#!/bin/sh\nexec {sys.executable} -S $*\n")  # without any package
+    bare.write_text(f"#!/bin/sh\nexec {sys.executable} -S $*\n", "utf-8")  # without any package
     bare.chmod(0o755)
     message = "^--against transformers: ModuleNotFoundError: No module named 'torch'$"
     with pytest.raises(ChildProcessError, match=message):

@@ -102,7 +102,7 @@ def claims(monkeypatch):
 def run(directory, argv):
     """Run the command; what paper.json says then of each claim."""
     bench.main([*TINY, "--out", str(directory), *argv.split()])
-    return json.loads((directory / "paper.json").read_text())["claims"]
+    return json.loads((directory / "paper.json").read_text("utf-8"))["claims"]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_machine_has_a_folder(machine, folder):
 
 def test_results_are_kept_by_machine(claims, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    (tmp_path / "README.md").write_text(report.BEGIN + report.END)
+    (tmp_path / "README.md").write_text(report.BEGIN + report.END, "utf-8")
     monkeypatch.setattr(timing, "device_name", lambda device: "AMD EPYC")
     bench.main([*TINY, "--threads", "2", "--only", "SS-F10"])
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["epyc-2-threads-float32"]
@@ -218,7 +218,7 @@ def test_a_record_of_an_older_version_is_measured_again(claims, tmp_path):
     kept = run(tmp_path, "--only SS-F10,B-1")
     claims.take()
     kept["B-1"] = {"claim": "B-1", "number": 5, "paper": "6"}
-    (tmp_path / "paper.json").write_text(json.dumps({"claims": kept}))
+    (tmp_path / "paper.json").write_text(json.dumps({"claims": kept}), "utf-8")
     again = run(tmp_path, "--only SS-F10,B-1")
     assert claims.take() == ["B-1"] and again["SS-F10"] == kept["SS-F10"]
     assert again["B-1"]["numbers"]
@@ -228,7 +228,7 @@ def test_an_error_of_ours_is_not_hidden(claims, tmp_path):
     claims.results["SS-F10"] = RuntimeError("nothing to do with memory")
     with pytest.raises(RuntimeError):
         run(tmp_path, "--only S-F8,SS-F10")
-    assert list(json.loads((tmp_path / "paper.json").read_text())["claims"]) == ["S-F8"]
+    assert list(json.loads((tmp_path / "paper.json").read_text("utf-8"))["claims"]) == ["S-F8"]
 
 
 def test_an_interrupted_run_keeps_what_is_done_and_goes_on_there(claims, tmp_path, capsys):
@@ -237,7 +237,7 @@ def test_an_interrupted_run_keeps_what_is_done_and_goes_on_there(claims, tmp_pat
         run(tmp_path, "--only S-F8,SS-F10,SS-F12")
     assert claims.take() == ["S-F8", "SS-F10"]
     assert "3 of 3 claims left to do\n" in capsys.readouterr().out
-    assert "S-F8" in (tmp_path / "paper.md").read_text()
+    assert "S-F8" in (tmp_path / "paper.md").read_text("utf-8")
     claims.results.clear()
     assert list(run(tmp_path, "--only S-F8,SS-F10,SS-F12")) == ["S-F8", "SS-F10", "SS-F12"]
     assert claims.take() == ["SS-F10", "SS-F12"]
@@ -268,7 +268,7 @@ def test_a_result_says_how_old_it_is_if_the_code_has_changed(claims, tmp_path, c
     assert kept["code"] == provenance.code_hash() and kept["commit"] == "47"
     assert provenance.age(kept) == provenance.age({}) == ""
     records["SS-F10"]["provenance"] = kept | {"code": "another"}
-    (tmp_path / "paper.json").write_text(json.dumps({"claims": records}))
+    (tmp_path / "paper.json").write_text(json.dumps({"claims": records}), "utf-8")
     capsys.readouterr()
     bench.main([*TINY, "--out", str(tmp_path), "--list", "--only", "SS-F10"])
     assert ", done, measured 47 commits ago)\n" in capsys.readouterr().out
@@ -289,7 +289,7 @@ def test_the_report_is_markdown_of_what_is_kept(claims, tmp_path, capsys):
     claims.results["S-T4"] = finding(50, shows=False)
     kept = run(tmp_path, "--only S-F9,S-T4")
     printed = capsys.readouterr().out
-    page = (tmp_path / "paper.md").read_text()
+    page = (tmp_path / "paper.md").read_text("utf-8")
     summary, numbers, timed, *_ = printed_tables(page)
     assert summary == [
         ["claim", "paper", "here", "verdict"],
@@ -329,7 +329,7 @@ def test_nobody_learns_where_files_lie(claims, tmp_path, monkeypatch):
     directory = tmp_path / "o"
     bench.main(["paper", *options, "--model", str(checkpoint), "--out", str(directory)])
     for name in ("paper.json", "paper.md"):
-        text = (directory / name).read_text()
+        text = (directory / name).read_text("utf-8")
         assert "a-model" in text
         assert str(tmp_path) not in text
         assert str(ROOT) not in text
@@ -343,14 +343,14 @@ def test_the_index_of_results_is_made_and_what_stands_around_it_stays(
     monkeypatch.setattr(report, "RESULTS", results)
     readme = results / "README.md"
     shutil.copy(ROOT / "results/README.md", readme)
-    before, begin, rest = readme.read_text().partition(report.BEGIN)
+    before, begin, rest = readme.read_text("utf-8").partition(report.BEGIN)
     assert begin and report.END in rest
     after = rest.partition(report.END)[2]
     run(results / "one", "--only SS-F10")
     claims.results["SS-F10"] = finding(9, shows=False)
     run(results / "two", "--only SS-F10,B-1 --quick")
     run(tmp_path / "elsewhere", "--only SS-F12")
-    text = readme.read_text()
+    text = readme.read_text("utf-8")
     assert text.startswith(before + begin) and text.endswith(report.END + after)
     tables = text.partition(begin)[2]
     assert re.findall(r"(?m)^### (.*)", text) == ["[one](one/paper.md)", "[two](two/paper.md)"]
@@ -365,10 +365,10 @@ def test_the_index_of_results_is_made_and_what_stands_around_it_stays(
         ],
     ]
     assert max(map(len, tables.splitlines())) <= 140
-    kept = json.loads((results / "two/paper.json").read_text())["claims"]
+    kept = json.loads((results / "two/paper.json").read_text("utf-8"))["claims"]
     assert kept["B-1"]["command"] == "`paper --only B-1 --quick`"
     run(results / "two", "--only B-1 --quick")  # nothing is new
-    assert readme.read_text() == text
+    assert readme.read_text("utf-8") == text
 
 
 def test_several_ranks_are_refused(claims, tmp_path):
@@ -379,14 +379,14 @@ def test_several_ranks_are_refused(claims, tmp_path):
 
 def test_a_claim_that_failed_shows_no_older_picture(claims, tmp_path):
     run(tmp_path, "--only SS-F10")
-    assert "](paper-SS-F10.png)" in (tmp_path / "paper.md").read_text()
+    assert "](paper-SS-F10.png)" in (tmp_path / "paper.md").read_text("utf-8")
     claims.results["SS-F10"] = ValueError("no memory")
     run(tmp_path, "--only SS-F10 --fresh")
-    assert "](paper-SS-F10.png)" not in (tmp_path / "paper.md").read_text()
+    assert "](paper-SS-F10.png)" not in (tmp_path / "paper.md").read_text("utf-8")
 
 
 def test_a_directory_that_cannot_be_written_is_one_line(claims, tmp_path):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", "utf-8")
     for where in (tmp_path / "file", "/proc/nothing"):
         with pytest.raises(OSError):
             run(Path(where), "--only SS-F10")

@@ -27,7 +27,7 @@ from lab.simulator.machine import base_of
 from tests.helpers import with_slow
 
 RESULTS = Path(__file__).parents[1] / "results/simulated/simulated.json"
-KEPT = {row["claim"]: row for row in json.loads(RESULTS.read_text())["claims"]}
+KEPT = {row["claim"]: row for row in json.loads(RESULTS.read_text("utf-8"))["claims"]}
 
 
 def simulated(name, **setup):

@@ -39,7 +39,7 @@ def own(tmp_path, monkeypatch):
     """my_policy.py in the working directory, its path."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "my_policy.py"
-    path.write_text(OWN)
+    path.write_text(OWN, "utf-8")
     return path
 
 
@@ -77,12 +77,12 @@ BROKEN += [("import my_missing_module\n", 1, ModuleNotFoundError)]
 
 @pytest.mark.parametrize("text, line, error", BROKEN)
 def test_it_is_told_where_a_file_fails_and_the_file_can_be_mended(own, text, line, error):
-    own.write_text(text)
+    own.write_text(text, "utf-8")
     for _ in range(2):  # the second time too
         with pytest.raises(error) as caught:
             find_policy(NAME)
         assert where_it_failed(caught.value) == f"{own} line {line}"
-    own.write_text(OWN)
+    own.write_text(OWN, "utf-8")
     assert find_policy(NAME).__name__ == "Shortest"
 
 

@@ -161,8 +161,9 @@ def test_the_page_of_serve_has_a_lane_for_each_instance(tmp_path, monkeypatch):
         return ""
 
     monkeypatch.setattr(serve, "page", spy)
-    options = "--simulate a100-80gb --preset llama3-8b --pools 1:1 --requests 6 --qps 4"
-    bench.main(f"serve {options} --policies vllm --html {tmp_path}/page.html".split())
+    machine = "--simulate a100-80gb --preset llama3-8b --pools 1:1"
+    load = "--requests 6 --qps 4 --policies vllm"
+    bench.main(["serve", *machine.split(), *load.split(), f"--html={tmp_path}/page.html"])
     seen = {}
     for name, recorder in recorders.items():
         transfers = sum("transfer" in record for record in recorder.records)

@@ -242,7 +242,7 @@ def test_under_torchrun_nothing_is_left_behind(tmp_path, target):
     pids = []
     try:
         wait_for((tmp_path / "out.struck").exists, seconds=60)
-        pids = [int((tmp_path / f"out.{rank}.pid").read_text()) for rank in (0, 1)]
+        pids = [int((tmp_path / f"out.{rank}.pid").read_text("utf-8")) for rank in (0, 1)]
         if target == "a rank":
             os.kill(pids[1], signal.SIGKILL)
         else:

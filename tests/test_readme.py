@@ -24,15 +24,11 @@ from kv_cache import Pages
 from lab.simulator.cost_model import CostModel
 from sampling import SamplingParams
 from scheduler import SarathiServe
-from tests.helpers import alone, tiny_model
+from tests.helpers import ROOT, alone, repository, tiny_model
 from tests.test_scheduler import simulate
 
-ROOT = Path(__file__).parents[1]
-ROOMS = [  # results/ has folders that .ci/gpu.sh makes
-    *("", "lab/", "lab/simulator/", "results/", "server/", "exercises/", "parallel/", "tests/"),
-    *("policies/", "examples/compare/"),
-]
-TEXTS = {room: (ROOT / f"{room}README.md").read_text("utf-8") for room in ROOMS}
+READMES = {str(path).removesuffix("README.md"): path for path in repository("*README.md")}
+TEXTS = {room: (ROOT / path).read_text("utf-8") for room, path in READMES.items()}
 MAIN = TEXTS[""]
 CODE = re.findall(r"```python\n(.*?)```", MAIN, flags=re.DOTALL)
 ALGORITHM_3 = next(block for block in CODE if block.startswith("def schedule("))
@@ -91,7 +87,7 @@ def code_size(source):
 
 
 def test_the_core_is_as_large_as_the_readme_says():
-    sizes = [code_size((ROOT / path).read_text()) for path in [*reading_list(), "errors.py"]]
+    sizes = [code_size((ROOT / path).read_text("utf-8")) for path in [*reading_list(), "errors.py"]]
     tokens, lines = map(sum, zip(*sizes, strict=True))
     counted = f"{tokens:,} tokens of code in {lines:,} lines, {tokens / lines:.1f} a line"
     pattern = r"has ([\d,]+) tokens of code in ([\d,]+) lines, ([\d.]+) a line"
@@ -104,7 +100,7 @@ def test_docstrings_lead_through_the_core_in_the_order_of_the_readme():
     assert [line.split()[0] for line in ORDER] == [str(i + 1) for i in range(8)]
     paths = reading_list()
     assert len(paths) == 10
-    docs = {path: ast.get_docstring(ast.parse((ROOT / path).read_text())) for path in paths}
+    docs = {path: ast.get_docstring(ast.parse((ROOT / path).read_text("utf-8"))) for path in paths}
     for path, following in pairwise(paths):
         named = re.search(r"[\w/]*\w(?:\.py|/)", docs[path].partition("Read next:")[2])
         name = following.removesuffix("__init__.py")
@@ -117,7 +113,7 @@ def test_docstrings_lead_through_the_core_in_the_order_of_the_readme():
 
 
 def test_the_simulator_counts_what_is_off_as_its_results_do():
-    results = json.loads((ROOT / "results/simulated/simulated.json").read_text())
+    results = json.loads((ROOT / "results/simulated/simulated.json").read_text("utf-8"))
     numbers = [number for claim in results["claims"] for number in claim["numbers"]]
     by_fitted: dict[bool, list[float]] = {True: [], False: []}
     for number in numbers:
@@ -153,7 +149,7 @@ def test_the_usage_runs(capsys):
 
 def test_a_policy_can_be_added_as_described(tmp_path):
     file = tmp_path / "my_policy.py"
-    file.write_text(POLICIES + TEMPLATE)
+    file.write_text(POLICIES + TEMPLATE, "utf-8")
     history, _ = simulate(f"{file}:Eager", [(20, 4), (50, 1)], 8)
     assert history == [{0: 20, 1: 44}, {0: "d", 1: 6}, {0: "d"}, {0: "d"}]
     model = tiny_model()
@@ -196,13 +192,13 @@ def commands(text):
                 yield words[index:]
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", TEXTS)
 def test_every_command_parses(room, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compare, "has_package", lambda python, engine: True)
-    Path("my_policy.py").write_text(POLICIES)
+    Path("my_policy.py").write_text(POLICIES, "utf-8")
     Path("policies").mkdir()
-    Path("policies/template.py").write_text(TEMPLATE)
+    Path("policies/template.py").write_text(TEMPLATE, "utf-8")
     in_readme = list(commands(TEXTS[room]))
     assert in_readme or room == "tests/"
     for program, *argv in in_readme:
@@ -253,17 +249,15 @@ def test_the_roofline_is_that_of_the_cost_model():
 
 
 def test_every_file_at_the_top_and_every_room_is_named():
-    files = {path.name for path in ROOT.glob("*.py")} - {"conftest.py"}
-    rooms = {f"{path.parent.name}/" for path in ROOT.glob("*/__init__.py")}
+    paths = repository("*.py")
+    files = {path.name for path in paths if len(path.parts) == 1} - {"conftest.py"}
+    rooms = {f"{path.parts[0]}/" for path in paths if path.parts[1:] == ("__init__.py",)}
     assert len(files) >= 9 and len(rooms) >= 9
     for name in sorted(files | rooms):
         assert f"`{name}`" in MAIN or f"{name} " in MAIN, name
 
 
 def test_every_link_leads_to_a_file():
-    folders = {path.parent.relative_to(ROOT) for path in ROOT.glob("[!.]*/**/README.md")}
-    folders = {path for path in folders if path.parent != Path("results")}  # made by .ci/gpu.sh
-    assert folders == {Path(room) for room in ROOMS if room}
     for room, text in TEXTS.items():
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (ROOT / room / link).exists(), f"{room}README.md links to {link}"

@@ -375,7 +375,7 @@ PLAN = EngineConfig(chunk=256, max_len=1000, page_size=1, pages=3000)  # pages o
 
 
 def test_policies_share_the_memory_and_can_have_their_own_chunk(tmp_path):
-    (tmp_path / "mine.py").write_text("from scheduler import SarathiServe as Mine\n")
+    (tmp_path / "mine.py").write_text("from scheduler import SarathiServe as Mine\n", "utf-8")
     mine = f"{tmp_path}/mine.py:Mine"
     plans = {  # label: its policy and chunk
         "vllm": ("vllm", 256),

@@ -494,7 +494,7 @@ def test_a_live_page_follows_an_engine(browser):
         tab.wait_for_function(f"$('position').textContent.endsWith('at {start:.3f} s')")
         with tab.expect_download() as download:
             tab.click("#save")
-        events = json.loads(download.value.path().read_text())["traceEvents"]
+        events = json.loads(download.value.path().read_text("utf-8"))["traceEvents"]
         assert [e["name"] for e in events if e["ph"] == "i"] == ["finished"] * 2
 
 

@@ -366,7 +366,7 @@ class DropsDecodes(SarathiServe):
 def test_a_policy_that_breaks_a_rule_is_served_with_a_warning(tmp_path):
     """And a signal as soon as it listens ends it."""
     file = tmp_path / "drops.py"
-    file.write_text(DROPS_DECODES)
+    file.write_text(DROPS_DECODES, "utf-8")
     words = ["--max-len", "64", "--policy", f"{file}:DropsDecodes"]
     with forked.Program(*PROGRAM, *words) as process:
         ready = process.stdout.readline()
@@ -392,7 +392,9 @@ TRIED = [  # a method of a policy, and the rule that it breaks: with little memo
 @pytest.mark.parametrize("method, rule", TRIED)
 def test_a_policy_from_a_file_is_tried_in_all_memories(method, rule, tmp_path):
     file = tmp_path / "own.py"
-    file.write_text(f"from scheduler import *\nclass Own(SarathiServe):\n    def {method}\n")
+    file.write_text(
+        f"from scheduler import *\nclass Own(SarathiServe):\n    def {method}\n", "utf-8"
+    )
     assert find_violation(f"{file}:Own").rule == rule
 
 

@@ -446,7 +446,7 @@ class Stuck(SarathiServe):
 def stuck(tmp_path):
     """Starts servers, each with a step that does not end and a request that waits for it."""
     policy = tmp_path / "own.py"
-    policy.write_text(STUCK)
+    policy.write_text(STUCK, "utf-8")
     processes = []
 
     def start(drain_s, step_s=10):

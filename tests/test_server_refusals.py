@@ -319,7 +319,7 @@ class Own(SarathiServe):
 @pytest.mark.parametrize("method, failure", FAILING)
 def test_a_policy_that_fails_leaves_nobody_waiting(tiny, method, failure, tmp_path, caplog):
     file = tmp_path / "own.py"
-    file.write_text(FAILS.format(method=method, failure=failure))
+    file.write_text(FAILS.format(method=method, failure=failure), "utf-8")
     with serving(policy=f"{file}:Own") as served:
         served.scheduler.broken = True
         for stream in (False, True):

@@ -55,29 +55,29 @@ def plots(monkeypatch):
 def run(tmp_path, capsys):
     """A function that runs a command with the smallest model: (what it prints, what it writes)."""
 
-    def run_command(command, words, interrupted=False):
-        argv = [command, *TINY, *words.split(), f"--json={tmp_path}/report.json"]
+    def run_command(command, words, *files, interrupted=False):
+        argv = [command, *TINY, *words.split(), *files, f"--json={tmp_path}/report.json"]
         if interrupted:
             with pytest.raises(KeyboardInterrupt):
                 bench.main(argv)
         else:
             bench.main(argv)
-        return capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
+        return capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text("utf-8"))
 
     return run_command
 
 
 def csv_rows(file):
     """The rows of a CSV file as dicts."""
-    return list(csv.DictReader(file.read_text().splitlines()))
+    return list(csv.DictReader(file.read_text("utf-8").splitlines()))
 
 
 def test_serve_prints_and_writes_everything(tmp_path, run, plots):
     names = ["hybrid-only", "chunked-only", "sarathi-serve:8"]
     files = {option: tmp_path / f"run.{option}" for option in ("csv", "png", "html")}
-    words = f"--requests 5 --qps 30 --classes low=2,normal=3 --policies {','.join(names)} "
-    words += "--csv {csv} --plot {png} --html {html}".format(**files)
-    text, report = run("serve", words)
+    words = f"--requests 5 --qps 30 --classes low=2,normal=3 --policies {','.join(names)}"
+    options = [f"--csv={files['csv']}", f"--plot={files['png']}", f"--html={files['html']}"]
+    text, report = run("serve", words, *options)
     heading = "llama-tiny|batch 32, context 32|64 tokens of KV cache|30 a second|strict, 5 of these"
     assert all(part in text for part in heading.split("|"))
     assert report["options"]["seed"] == 0 and report["machine"]["model"] == "llama-tiny"
@@ -99,7 +99,7 @@ def test_serve_prints_and_writes_everything(tmp_path, run, plots):
     written = [f"wrote {tmp_path}/report.json", f"wrote {files['csv']}", f"wrote {files['png']}"]
     page = files["html"]
     assert text.splitlines()[-4:] == [*written, f"wrote {page}, open {page.as_uri()}"]
-    assert all(f'"name": "{name}"' in page.read_text() for name in names)
+    assert all(f'"name": "{name}"' in page.read_text("utf-8") for name in names)
     ((name, (runs, machine, file, slo_s)),) = plots
     assert name == "plot_serving" and slo_s == report["slo_s"]
     assert list(runs) == names and file == str(files["png"]) and machine["threads"]
@@ -114,8 +114,8 @@ def test_capacity_prints_and_writes_everything(tmp_path, run, plots, monkeypatch
     monkeypatch.setattr(machine, "measure_machine", lambda *_: MACHINE)
     monkeypatch.setattr(capacity, "search_capacity", search_two)
     names = ["vllm", "sarathi-serve"]
-    words = f"{CAPACITY} --ratio 1.5 --policies {','.join(names)} --plot {tmp_path}/c.png"
-    text, report = run("capacity", words)
+    words = f"{CAPACITY} --ratio 1.5 --policies {','.join(names)}"
+    text, report = run("capacity", words, f"--plot={tmp_path}/c.png")
     assert list(report["results"]) == names and report["slo_s"] == 50
     for name, result in report["results"].items():
         assert [point["qps"] for point in result["points"]] == [8.0, 400.0]
@@ -141,11 +141,12 @@ FEW = [  # options, the fewest requests
 def test_a_capacity_of_requests_that_all_run_at_once_is_refused(options, fewest, capsys, tmp_path):
     trace = tmp_path / "short.csv"
     rows = [f"{second},8,4" for second in range(15)]
-    trace.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]))
+    trace.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]), "utf-8")
     given = "short.csv with 15 requests" if "TRACE" in options else "--requests "
     message = f"{given}.*: must be at least {fewest}, 4 times what may run at once"
     with pytest.raises(ValueError, match=message):
-        bench.main(["capacity", "--max-len=64", *options.replace("TRACE", str(trace)).split()])
+        argv = [word.replace("TRACE", str(trace)) for word in options.split()]
+        bench.main(["capacity", "--max-len=64", *argv])
     assert capsys.readouterr() == ("", "")  # before anything is loaded
 
 
@@ -241,7 +242,11 @@ def test_an_interrupt_keeps_what_there_is(tmp_path, run, monkeypatch, plots):
 
     def interrupted(load):
         if not load.arrived:
-            report = json.loads((tmp_path / "report.json").read_text()) if served else {"runs": {}}
+            report = (
+                json.loads((tmp_path / "report.json").read_text("utf-8"))
+                if served
+                else {"runs": {}}
+            )
             served.append(report["runs"])
         steps.append(len(served))
         if steps.count(2) == 9:
@@ -249,8 +254,8 @@ def test_an_interrupt_keeps_what_there_is(tmp_path, run, monkeypatch, plots):
         return step(load)
 
     monkeypatch.setattr(run_loop.LoadRun, "step", interrupted)
-    words = f"{SERVE} --slo 50 --csv {tmp_path}/i.csv --plot {tmp_path}/i.png"
-    text, report = run("serve", words, interrupted=True)
+    files = [f"--csv={tmp_path}/i.csv", f"--plot={tmp_path}/i.png"]
+    text, report = run("serve", f"{SERVE} --slo 50", *files, interrupted=True)
     assert [list(runs) for runs in served] == [[], ["vllm"]]
     assert [row["cut_short"] for row in report["runs"].values()] == [None, "interrupted"]
     rows = csv_rows(tmp_path / "i.csv")
@@ -267,7 +272,7 @@ def test_an_interrupted_search_keeps_its_points(tmp_path, run, monkeypatch, plot
 
     def search(at, start, ratio):
         points.append([at(5.0), at(7.0)])
-        report = json.loads((tmp_path / "report.json").read_text())
+        report = json.loads((tmp_path / "report.json").read_text("utf-8"))
         assert len(report["results"]) == len(points)
         if len(points) == 2:
             raise KeyboardInterrupt
@@ -283,13 +288,14 @@ def test_an_interrupted_search_keeps_its_points(tmp_path, run, monkeypatch, plot
 def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, run):
     file = tmp_path / "trace.csv"
     rows = "5,100,20\n9,40,8\n10,900,10\n13,60,4\n"
-    file.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
-    trace = f"--trace {file} --trace-scale 0.5"
-    at_rate, name = make_workload(parse("serve", "--max-len", "64", *trace.split()))
+    file.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows, "utf-8")
+    trace = [f"--trace={file}", "--trace-scale=0.5"]
+    at_rate, name = make_workload(parse("serve", "--max-len", "64", *trace))
     assert at_rate(None) == [Arrival(0, 50, 10), Arrival(4, 20, 4), Arrival(8, 30, 2)]
     assert [a.time for a in at_rate(2.0)] == [0, 0.5, 1.0] and "(1 left out)" in name
-    text, _ = run("serve", f"{trace} --policies vllm --slo 1000 --qps 20")
-    assert "(1 left out) at 20 a second; median prompt 30, output 4" in text
+    text, _ = run("serve", "--policies vllm --slo 1000 --qps 20", *trace)
+    printed = " ".join(text.split())
+    assert "(1 left out) at 20 a second; median prompt 30, output 4" in printed
 
 
 def test_serve_compares_runs_with_and_without_prefix_caching(tmp_path, capsys):
@@ -299,7 +305,7 @@ def test_serve_compares_runs_with_and_without_prefix_caching(tmp_path, capsys):
     machine = "--simulate a100-80gb --preset llama3-8b"
     bench.main(["serve", *load.split(), *machine.split(), f"--json={file}"])
     text = capsys.readouterr().out
-    runs = json.loads(file.read_text())["runs"]
+    runs = json.loads(file.read_text("utf-8"))["runs"]
     cached = {name: row["cached_tokens"] for name, row in runs.items()}
     assert cached == {"vllm": 0, "vllm, shared": 640, "orca": 0, "orca, shared": 640}
     assert runs["vllm, shared"]["cached"] == pytest.approx(640 / (6 * 192))
@@ -310,8 +316,8 @@ def test_chats_are_served_and_find_their_own_past(tmp_path, run):
     """A prefix of 8 and 12 + 8 tokens, then 12 more. Three pages of 8 stay of the first turn, one
     of them half of its answer."""
     load = "--requests 3 --qps 30 --policies sarathi-serve --lengths 24+16 --kv-tokens 1024"
-    load += f" --turns 2 --shared-prefix 8:1 --slo 50 --csv {tmp_path}/c.csv"
-    text, _ = run("serve", load)
+    load += " --turns 2 --shared-prefix 8:1 --slo 50"
+    text, _ = run("serve", load, f"--csv={tmp_path}/c.csv")
     assert "load: 3 chats of 24+16 tokens of up to 2 turns, 1 s after each answer, each af" in text
     assert "at 30 a second" in text and "\nsarathi-serve, shared: 30.000 chats/s, P50" in text
     rows = csv_rows(tmp_path / "c.csv")
@@ -396,7 +402,7 @@ def test_an_invalid_load_is_refused_before_a_model_is_loaded(
     arguments, message, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(serving, "load_model", None)
-    (tmp_path / "trace.csv").write_text("arrived_at,num_prefill_tokens\n1,2\n")
-    arguments = arguments.replace("TMP", str(tmp_path)).split()
+    (tmp_path / "trace.csv").write_text("arrived_at,num_prefill_tokens\n1,2\n", "utf-8")
+    arguments = [word.replace("TMP", str(tmp_path)) for word in arguments.split()]
     with pytest.raises(ValueError, match=message):
         bench.main(["serve", *arguments, "--device", "cpu"])

@@ -45,7 +45,7 @@ def test_every_claim_is_printed_and_written_alike(tmp_path, capsys):
     argv = "simulate --requests 16 --cpu-ms 3 --processes 1 --only sarathi,bubbles".split()
     bench.main([*argv, "--json", str(file), "--plot", str(tmp_path / "p.png")])
     text = capsys.readouterr().out
-    report = json.loads(file.read_text())
+    report = json.loads(file.read_text("utf-8"))
     assert (report["options"]["requests"], report["options"]["cpu_ms"]) == (16, 3)
     assert "3 ms of CPU per stage, 16 requests: too short a run" in text
     ids = [row["claim"] for row in report["claims"]]
@@ -109,7 +109,7 @@ def wait_for(done, seconds=120):
 def test_an_interrupt_keeps_the_claims_that_are_done_and_their_pictures(tmp_path, monkeypatch):
     def draw_and_find(lab):
         """S-F1: a sentence."""
-        Path(lab.picture).write_text("a picture")
+        Path(lab.picture).write_text("a picture", "utf-8")
         return Finding(has_picture=True, tables=[Table("a title")])
 
     def interrupted(lab):
@@ -124,10 +124,10 @@ def test_an_interrupt_keeps_the_claims_that_are_done_and_their_pictures(tmp_path
     files = [f"--json={tmp_path}/r.json", f"--plot={tmp_path}/p.png"]
     with pytest.raises(KeyboardInterrupt):
         bench.main(["simulate", "--only=pipeline,bubbles", *files])
-    (kept,) = json.loads((tmp_path / "r.json").read_text())["claims"]
+    (kept,) = json.loads((tmp_path / "r.json").read_text("utf-8"))["claims"]
     assert kept["claim"] == "S-F1"
     assert kept["tables"][0]["title"] == "a title"
-    assert (tmp_path / "p-S-F1.png").read_text() == "a picture"
+    assert (tmp_path / "p-S-F1.png").read_text("utf-8") == "a picture"
 
 
 def test_jobs_in_other_processes_keep_their_order_and_their_errors():
@@ -140,7 +140,7 @@ def test_jobs_in_other_processes_keep_their_order_and_their_errors():
 
 def times_called(file):
     """How often this was called with the file, in any process."""
-    with open(file, "a") as log:
+    with open(file, "a", encoding="utf-8") as log:
         log.write("x")
     return os.path.getsize(file)
 
@@ -201,7 +201,7 @@ def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
     for n in sizes:
         lines.append([n, *(1e3 * product_seconds(device, n, *shape) for shape in shapes)])
     file = tmp_path / "times.csv"
-    file.write_text("\n".join(",".join(map(str, line)) for line in lines))
+    file.write_text("\n".join(",".join(map(str, line)) for line in lines), "utf-8")
     fit_device.main([str(file), "--preset", "llama-13b", "--tp", "2"])
     text = capsys.readouterr().out
     assert f"{file}: matrix products of a layer of llama-13b, TP 2, {len(sizes)} sizes" in text
@@ -231,7 +231,7 @@ def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
 )
 def test_fit_refuses_what_is_not_there(options, message, tmp_path):
     file = tmp_path / "times.csv"
-    file.write_text(",".join(["num_tokens", *COLUMNS]) + "\n1,1,1,1,1\n")
+    file.write_text(",".join(["num_tokens", *COLUMNS]) + "\n1,1,1,1,1\n", "utf-8")
     with pytest.raises(ValueError, match=message):
         fit_device.main([str(file), *options.split()])
 

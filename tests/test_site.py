@@ -38,7 +38,7 @@ def tab(any_browser, site_address):
 
 
 def test_a_site_is_small_and_the_workflow_publishes_it(site_folder):
-    workflow = (ROOT / ".github/workflows/pages.yml").read_text()
+    workflow = (ROOT / ".github/workflows/pages.yml").read_text("utf-8")
     assert "run: python bench.py explore --site site\n" in workflow and "path: site\n" in workflow
     assert (site_folder / "index.html").stat().st_size <= 400e3
     presets = list(site_folder.glob("runs/*.json.gz"))
@@ -76,9 +76,9 @@ def test_a_site_that_was_moved_opens_from_a_file_and_says_what_it_cannot(
 
 @needs_pyodide
 def test_the_version_of_python_is_that_of_the_package():
-    version = json.loads((PYODIDE_FOLDER / "package.json").read_text())["version"]
+    version = json.loads((PYODIDE_FOLDER / "package.json").read_text("utf-8"))["version"]
     assert f"/v{version}/" in PYODIDE
-    assert f"pyodide@{version}" in (ROOT / ".github/workflows/ci.yml").read_text()
+    assert f"pyodide@{version}" in (ROOT / ".ci/run").read_text("utf-8")
 
 
 def answer_404(route):
@@ -177,7 +177,7 @@ def test_an_exercise_is_solved_in_the_page_which_remembers_it(tab, site_address)
     exercise = EXERCISES[5]
     tab.select_option("#startwith", "6")
     tab.wait_for_function("$('source').value.includes('Exercise 6')")
-    assert tab.evaluate("$('source').value") == exercise.file.read_text()
+    assert tab.evaluate("$('source').value") == exercise.file.read_text("utf-8")
     assert "not written yet" in run_source(tab)
     wrong = SOLUTIONS[6].replace("batch.add_decodes(", "len(")
     assert "A running decode never waits" in run_source(tab, IMPORTS + wrong)
@@ -220,11 +220,11 @@ def test_the_keyboard_is_enough_for_the_editor_and_what_was_written_stays(browse
 
 @needs_pyodide
 def test_a_page_in_a_file_loads_python_from_elsewhere(browser, site_address, site_folder, tmp_path):
-    text = (site_folder / "index.html").read_text()
+    text = (site_folder / "index.html").read_text("utf-8")
     for file in ("python.json.gz", "pyodide/"):
         assert text.count(f': "{file}"') == 1
         text = text.replace(f': "{file}"', f': "{site_address}{file}"')
-    (tmp_path / "page.html").write_text(text)
+    (tmp_path / "page.html").write_text(text, "utf-8")
     tab = browser.new_page()
     tab.goto(f"file://{tmp_path}/page.html")
     enter(tab)

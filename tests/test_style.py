@@ -4,18 +4,14 @@ import ast
 import re
 import sys
 from functools import cache
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-HIDDEN_OR_FOREIGN = re.compile(r"(^|/)(\.|__pycache__|results/)")
+from tests.helpers import ROOT, repository
 
 
 @cache
 def python():
     """All Python files, {path from the top folder: syntax tree}."""
-    paths = {str(path.relative_to(ROOT)): path for path in ROOT.rglob("*.py")}
-    paths = {name: path for name, path in paths.items() if not HIDDEN_OR_FOREIGN.search(name)}
-    return {name: ast.parse(paths[name].read_text("utf-8")) for name in sorted(paths)}
+    return {str(path): ast.parse((ROOT / path).read_text("utf-8")) for path in repository("*.py")}
 
 
 def paths_of_tests():

@@ -76,7 +76,7 @@ def test_only_stalls_are_red(picture):
 
 
 def test_it_moves_in_an_image_and_stands_where_that_is_asked_for(picture, tmp_path):
-    text = (tmp_path / "a.svg").read_text()
+    text = (tmp_path / "a.svg").read_text("utf-8")
     assert "<script" not in text and "http" not in text.replace('"http://www.w3.org/2000/svg"', "")
     assert "@media (prefers-reduced-motion: reduce) { .on, .cover { animation: none } }" in text
     assert re.search(r"\.moment \{ visibility: hidden \}", text)  # what is not in the last frame

@@ -83,8 +83,10 @@ def test_an_interrupt_keeps_the_pages_that_are_made(tmp_path, capsys, monkeypatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "results_of", results_of)
-    (tmp_path / "README.md").write_text("whole")
+    (tmp_path / "README.md").write_text("whole", "utf-8")
     with pytest.raises(KeyboardInterrupt):
         bench.main(["today", "--write", str(tmp_path)])
     assert "Is it?" in capsys.readouterr().out
-    assert (tmp_path / "README.md").read_text() == "whole" and (tmp_path / "first.png").exists()
+    assert (tmp_path / "README.md").read_text("utf-8") == "whole" and (
+        tmp_path / "first.png"
+    ).exists()

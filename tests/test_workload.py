@@ -283,17 +283,19 @@ def test_a_trace_is_cut_to_what_fits_and_the_rest_is_counted(write):
 def test_a_malformed_trace_is_refused_in_one_clear_line(write, content, match):
     file = write(content)
     match = f" line {match}" if match else ": nothing after the header"
-    with pytest.raises(ValueError, match=f"^{file}{match}") as error:
+    with pytest.raises(ValueError, match=f"^{re.escape(str(file))}{match}") as error:
         read_trace(file, max_len=100)
     text = str(error.value)
-    assert type(error.value) is ValueError and "\n" not in text and len(text) < 300
+    assert type(error.value) is ValueError and "\n" not in text
 
 
 def test_a_huge_field_does_not_flood_the_terminal(write):
     for field in ("9" * 500, "x" * 100_000, "x" * (csv.field_size_limit() + 1)):
+        file = write(f"{HEADER}1,{field},3\n")
         with pytest.raises(ValueError) as error:
-            read_trace(write(f"{HEADER}1,{field},3\n"), max_len=100)
-        assert " line 2: " in str(error.value) and len(str(error.value)) < 300
+            read_trace(file, max_len=100)
+        text = str(error.value).removeprefix(str(file))
+        assert text.startswith(" line 2: ") and len(text) < 300
 
 
 @pytest.mark.parametrize("theta", [0.0, 0.4, 1.0])

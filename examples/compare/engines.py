@@ -216,7 +216,7 @@ class OtherEngine:
             self.process.send_signal(signal.SIGSTOP)  # its idle threads would spin beside others
             return answer
         except (OSError, ValueError) as error:
-            last_line = self.log.read_text().strip().split("\n")[-1]
+            last_line = self.log.read_text("utf-8").strip().split("\n")[-1]
             raise ChildProcessError(f"--against {self.engine}: {last_line}") from error
 
 

@@ -48,7 +48,9 @@ def describe_load(options: LoadOptions, load: str, arrivals: Sequence[Arrival]) 
     if options.qps:
         rate = f" at {options.qps:g} a second"
     median = f"median prompt {prompt_len:g}, output {output_len:g} tokens"
-    text = textwrap.fill(f"load: {load}{rate}; {median}{span}", 100, break_on_hyphens=False)
+    text = textwrap.fill(
+        f"load: {load}{rate}; {median}{span}", 100, break_long_words=False, break_on_hyphens=False
+    )
     return f"{text}\n"
 
 
@@ -203,7 +205,7 @@ def conclude(report: Mapping[str, Any]) -> str:
         text = f"Capacity in {report['unit']} with P99 TBT up to {slo_s}: {', '.join(rates)}."
         if missed:
             text += f" Higher rates fail under {', '.join(missed)}."
-    return textwrap.fill(text, 100, break_on_hyphens=False)
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def requests_csv(runs: Mapping[str, Run], tbt_slo_s: float) -> str:
