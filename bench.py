@@ -46,7 +46,6 @@ COMMANDS = {  # name -> (its module, what it does)
         "lab.commands.simulate",
         "the papers' experiments on many GPUs, from a cost model",
     ),
-    "pools": ("lab.commands.pools", "chunks or two pools: where each wins, simulated"),
     "today": (
         "lab.commands.today",
         "what today's engines decide, and the questions their users ask, simulated",

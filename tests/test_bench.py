@@ -93,7 +93,7 @@ MODEL_OPTIONS = {
 }
 
 
-WITHOUT_MODEL = ("simulate", "explore", "check", "today", "pools")
+WITHOUT_MODEL = ("simulate", "explore", "check", "today")
 
 
 @pytest.mark.parametrize("command", bench.COMMANDS)
