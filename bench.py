@@ -40,7 +40,6 @@ COMMANDS = {  # name -> (its module, what it does)
         "lab.commands.explore",
         "a page to play with: what policies do with a load, and why",
     ),
-    "pipeline": ("lab.commands.pipeline", "what bubbles cost, in stages that are processes here"),
     "paper": ("lab.commands.paper", "the papers' claims about one device, measured on this one"),
     "simulate": (
         "lab.commands.simulate",

@@ -96,7 +96,7 @@ def resolve(parser: OptionParser, args: Namespace) -> PaperOptions:
 
     Raises ValueError for several ranks: a claim is about one device."""
     if args.tp * args.pp > 1:
-        raise ValueError("--tp, --pp: claims are of one device, see bench.py pipeline")
+        raise ValueError("--tp, --pp: claims are of one device")
     return from_args(PaperOptions, args, model=resolve_model(model_options(args)))
 
 

@@ -355,7 +355,7 @@ def _check_machine(parser: OptionParser, args: Namespace, is_elsewhere: bool) ->
     if args.pools and not is_elsewhere and (args.pools != Pools(1, 1) or args.tp > 1):
         parser.error(f"--pools {args.pools}: must be 1:1 without --tp, or --simulate DEVICE")
     if args.simulate == THIS and args.tp * args.pp > 1:
-        parser.error(f"--tp, --pp: do not go with --simulate {THIS}; see bench.py pipeline")
+        parser.error(f"--tp, --pp: do not go with --simulate {THIS}")
 
 
 def _simulated_kv_tokens(parser: OptionParser, options: ServeOptions) -> int:
