@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,6 @@ import parallel.watch
 import policies.pools
 from cli import console
 from lab.measure import timing
-from lab.measure.link import measure_link
 from lab.measure.token_budget import auto_budget
 from parallel import engine_for, runner_for
 from parallel.instances import ChunkedPoolsEngine, PoolsEngine, ReplicasEngine
@@ -384,21 +383,6 @@ def sizes(job):
         config = engine_for(model)(model, max_batch=max_batch, **job["sizes"]).config
         decided.append([config.pages, config.max_batch, model.ranks.work.max_batch_asked])
     return decided
-
-
-def link_speed(job):
-    """The speed of the link between two ranks, and how many batches they computed meanwhile."""
-    model = model_of(job)
-    tell = model.ranks.tell
-    methods = Counter()
-
-    def counted_tell(rank, method, *arguments):
-        methods[method] += 1
-        return tell(rank, method, *arguments)
-
-    model.ranks.tell = counted_tell
-    speed = measure_link(model, job["max_len"], "auto")
-    return asdict(speed) | dict(batches=methods["run"])
 
 
 def command(job):

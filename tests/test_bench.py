@@ -128,7 +128,7 @@ def test_help_names_the_commands_and_does_not_wait_for_torch():
     assert all(f"    {name} " in done.stdout for name in bench.COMMANDS)
 
 
-ALIASES = {"": "offline", "--chunk 64": "offline", "serve --simulate this": "serve"}
+ALIASES = {"": "offline", "--chunk 64": "offline"}
 NEEDED = {
     "batches": "64",
     "check": "vllm",

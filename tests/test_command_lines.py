@@ -16,7 +16,6 @@ import torch
 
 import bench
 import examples.compare.__main__
-import examples.fit_device
 import sample
 import server.__main__
 from cli.console import explain
@@ -35,7 +34,6 @@ POSITIONALS = {  # arguments of each command, each list one choice
     "batches": [["8"], ["6x1@1024"], ["2 * 2048/256 + 6x1@512", "b=512"], ["0"], ["a=8", "a=9"]],
     "check": [["vllm"], ["own.py:Own"], ["x.py:Mine"], ["binary:X"], [""]],
     "compare": [["--against", "openvino"], ["--against", ""]],
-    "fit": [["times.csv"], ["."], ["binary"], ["empty"], ["trace.csv"], [""]],
     "explore": [[], ["vllm"], ["x"]],
     "sample": [["--prompt", "x"], ["--prompt", ""]],
 }
@@ -60,7 +58,7 @@ GOOD = {  # values that some options take
     "--policies": ["vllm", "sarathi:16,sarathi-serve", "dynamic", "own.py:Own"],
     "--policy": ["priority", "own.py:Own", "own.py:Other", "binary:Own"],
     "--trace": [*FILES],
-    "--simulate": ["a100-80gb", "h100", "this"],
+    "--simulate": ["a100-80gb", "h100"],
     "--page-size": ["16", "max", "16,max"],
     "--lengths": ["sharegpt4", "5+5", "100+20,30+60"],
     "--slo": ["strict", "relaxed", "0.5"],
@@ -75,7 +73,6 @@ PROGRAMS = {
     "sample": sample.parse_args,
     "server": server.__main__.parse_args,
     "compare": examples.compare.__main__.parse_args,
-    "fit": examples.fit_device.parse_args,
 }
 
 

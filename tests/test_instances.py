@@ -12,16 +12,10 @@ import torch
 
 import bench
 from kv_cache import KVCache, slot_mapping
-from lab.commands import serve
-from lab.measure.machine import RealMachine
-from lab.simulator.devices import LINKS
-from lab.simulator.machine import FittedMachine
-from lab.simulator.pools import KVLink
 from parallel import instances
-from parallel.instances import ChunkedPoolsEngine, PoolsEngine
+from parallel.instances import PoolsEngine
 from parallel.stages import Stage, StageResult
 from parallel.transfer import Instance, export_pages, import_pages
-from policies.pools import Pools
 from sampling import SamplingParams
 from tests.helpers import Ledger, tiny_model, with_slow
 from tests.test_parallel import FEW, check
@@ -72,28 +66,6 @@ def test_serve_shows_two_pools_beside_two_replicas(worlds, tmp_path):
         if "link" in run:
             assert 0 < run["link"]["exposed_s"]["p50"] < 5
             assert run["hybrid"] == 0
-
-
-def test_with_simulate_this_each_real_server_has_a_simulated_one():
-    machine = object.__new__(FittedMachine)
-    real = object.__new__(RealMachine)
-    vars(machine).update(real=real, cost=None, make_prompts=None, drift=0.25)
-    options = SimpleNamespace(command="serve", pools=Pools(1, 1))
-    servers = serve.pooled_servers(options, machine, KVLink(LINKS["pcie4"], 1.0))
-    real = {"pools 1:1": PoolsEngine, "pools 1:1 chunks": ChunkedPoolsEngine}
-    assert [*servers] == [*real, *(f"{name}, simulated" for name in real)]
-    for name, engine_class in real.items():
-        assert servers[name].keywords["engine_class"] is engine_class
-        simulated = servers[f"{name}, simulated"].__self__
-        assert simulated.run.keywords["cuts_prompts"] is engine_class.cuts_prompts
-        assert simulated.drift == 0.25
-
-
-def test_the_speed_of_the_link_is_measured_while_both_ranks_compute(worlds):
-    speed = worlds.result(program="link_speed", max_len=256, link_s=0.05, **TWO)
-    assert speed["token_bytes"] == 2 * 2 * 2 * 8 * 8  # layers, keys and values, heads, sizes
-    assert speed["step_s"] + 256 * 1024 / speed["bytes_per_s"] >= 0.05
-    assert speed["batches"] == 2 * 2 * 5
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,7 @@ class PaperOptions:
         default=CLAIMS,
         default_text="all",
     )
-    quick: bool = option(
-        "on a CPU: fewer sizes, shorter runs, capacities by a fitted law", action="store_true"
-    )
+    quick: bool = option("on a CPU: fewer sizes, shorter runs, no capacities", action="store_true")
     list_only: bool = option(
         "say what there is and what is done already, and measure nothing",
         name="--list",

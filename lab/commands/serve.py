@@ -3,7 +3,6 @@
     python bench.py serve --qps 1.5                     every policy on the same arrivals
     python bench.py capacity --slo strict               the highest rate at which each meets the SLO
     python bench.py serve --simulate a100-80gb --preset yi-34b --tp 2     on a simulated machine
-    python bench.py serve --simulate this               this machine, and its simulation beside it
 
 The SLO is a multiple of the time of a decode iteration, which is measured first (Sarathi-Serve
 §5.1). Read first: lab/measure/capacity.py. Read next: serve_options.py, serve_report.py."""
@@ -22,7 +21,6 @@ from config import EngineConfig
 from lab.commands.frame import reporting
 from lab.commands.serve_options import (
     KV_SENDS,
-    THIS,
     CapacityOptions,
     ServeOptions,
     add_options,
@@ -41,20 +39,18 @@ from lab.commands.serve_report import (
 )
 from lab.measure import capacity, workload
 from lab.measure.capacity import JudgedRun, SearchResult, Trial
-from lab.measure.link import measure_link
 from lab.measure.machine import Machine, RealMachine
 from lab.measure.machine_info import MachineInfo
 from lab.measure.run_loop import LoadInterrupted, Run
 from lab.measure.run_plan import run_plan
 from lab.measure.token_budget import MULTIPLES
 from lab.measure.workload import Arrival
-from lab.simulator.devices import LINKS, Link
-from lab.simulator.machine import CountingMachine, FittedMachine, SimulatedMachine
+from lab.simulator.devices import LINKS
+from lab.simulator.machine import CountingMachine, SimulatedMachine
 from lab.simulator.pools import KVLink, simulate_pools
 from page.html import page
 from page.records import Recorder, instance_names
 from parallel.instances import ChunkedPoolsEngine, PoolsEngine
-from parallel.shard import Shard
 from policies.trial import broken_rules
 
 __all__ = ["add_options", "main", "resolve"]
@@ -121,9 +117,8 @@ def make_machine(options: ServeOptions) -> Machine:
     """The machine of --simulate, or this one. Raises ValueError for options that make no sense
     together."""
     name = options.model.name
-    attention = options.model.attention
     make_prompts = partial(workload.prompts, seed=options.seed, shared=options.shared_prefix)
-    if options.is_elsewhere:
+    if options.simulate:
         return SimulatedMachine(
             options.cost(),
             name,
@@ -132,66 +127,44 @@ def make_machine(options: ServeOptions) -> Machine:
             chunk=options.chunk,
             make_prompts=make_prompts,
         )
-    real = RealMachine(
+    return RealMachine(
         load_model(options.model, options.max_len, positions_from="--max-len"),
         name,
         chunk=options.chunk,
         max_len=options.max_len,
-        attention=attention,
+        attention=options.model.attention,
         make_prompts=make_prompts,
     )
-    if options.simulate != THIS:
-        return real
-    is_alone = options.command != "serve"
-    return FittedMachine(real, max_len=options.max_len, attention=attention, is_alone=is_alone)
 
 
 def describe_link(options: ServeOptions, machine: Machine) -> tuple[str, KVLink | None]:
-    """What joins two pools, in words, and its simulation, if anything is simulated. That between
-    two ranks is measured where it is simulated, too."""
+    """What joins two pools, in words, and its simulation, if they are simulated."""
     if isinstance(machine, SimulatedMachine):
         is_layer_wise = options.kv_send == "layers"
         link = KVLink.of(machine.cost, LINKS[options.kv_link], layer_wise=is_layer_wise)
         return f"{options.kv_link}, {KV_SENDS[options.kv_send]}", link
-    text = f"torch.distributed, {KV_SENDS['end']}"
-    if not isinstance(machine, FittedMachine):
-        return text, None
-    model = machine.real.model
-    assert isinstance(model, Shard)  # there are two ranks
-    speed = measure_link(model, options.max_len, options.model.attention)
-    text += f": {1e3 * speed.step_s:.2f} ms and {speed.bytes_per_s / 1e9:.3g} GB/s"
-    return text, KVLink(Link(speed.bytes_per_s, speed.step_s), speed.token_bytes)
-
-
-def machines_of(options: ServeOptions, machine: Machine) -> dict[str, Machine]:
-    """{what follows the name of a policy: the machine that serves it}. With --simulate this, serve
-    shows the real machine and its simulation side by side."""
-    if isinstance(machine, FittedMachine) and options.command == "serve":
-        return {"": machine.real, ", simulated": machine}
-    return {"": machine}
+    return f"torch.distributed, {KV_SENDS['end']}", None
 
 
 def pooled_servers(
     options: ServeOptions, machine: Machine, kv_link: KVLink | None
 ) -> dict[str, Serve]:
-    """The servers of --pools, which prefill whole prompts, or chunks. Real and simulated as in
-    machines_of."""
+    """The servers of --pools, which prefill whole prompts, or chunks."""
     servers: dict[str, Serve] = {}
-    for suffix, server in machines_of(options, machine).items():
-        for kind, cuts_prompts in {"": False, " chunks": True}.items():
-            name = f"pools {options.pools}{kind}{suffix}"
-            if isinstance(server, RealMachine):
-                engine_class = ChunkedPoolsEngine if cuts_prompts else PoolsEngine
-                servers[name] = partial(server.serve, engine_class=engine_class)
-            elif isinstance(server, SimulatedMachine | FittedMachine) and options.pools and kv_link:
-                run = partial(
-                    simulate_pools,
-                    server.cost,
-                    pools=options.pools,
-                    kv_link=kv_link,
-                    cuts_prompts=cuts_prompts,
-                )
-                servers[name] = CountingMachine(run, server.make_prompts, server.drift).serve
+    for kind, cuts_prompts in {"": False, " chunks": True}.items():
+        name = f"pools {options.pools}{kind}"
+        if isinstance(machine, RealMachine):
+            engine_class = ChunkedPoolsEngine if cuts_prompts else PoolsEngine
+            servers[name] = partial(machine.serve, engine_class=engine_class)
+        elif isinstance(machine, SimulatedMachine) and options.pools and kv_link:
+            run = partial(
+                simulate_pools,
+                machine.cost,
+                pools=options.pools,
+                kv_link=kv_link,
+                cuts_prompts=cuts_prompts,
+            )
+            servers[name] = CountingMachine(run, machine.make_prompts).serve
     return servers
 
 
@@ -380,9 +353,8 @@ def main(options: ServeOptions) -> dict[str, Any]:
     servers: dict[str, Server] = {}
     for name, config in configs.items():
         violation = violations.get(config.policy)
-        for suffix, server in machines_of(options, machine).items():
-            serve = partial(server.serve, config)
-            servers[name + suffix] = Server(serve, violation.rule if violation else None)
+        serve = partial(machine.serve, config)
+        servers[name] = Server(serve, violation.rule if violation else None)
     if options.pools:
         pooled_configs = plan([SIZES], tbt_slo_s=slo_s)
         for name, serve in pooled_servers(options, machine, kv_link).items():

@@ -36,7 +36,6 @@ from runtime.memory import small_page_size
 
 DEFAULT_LENGTHS = "sharegpt4"
 DEFAULT_POLICIES = "vllm,orca,sarathi-serve,dynamic"
-THIS = "this"  # --simulate this: the machine that is here
 CACHING = {"off": [False], "on": [True], "both": [False, True]}  # --prefix-caching
 REQUESTS = {"serve": PerDevice(cpu=48, gpu=500), "capacity": PerDevice(cpu=128, gpu=512)}
 KV_SENDS = {"layers": "layer by layer during the prefill", "end": "all layers at its end"}
@@ -187,11 +186,10 @@ class ServeOptions:
         default="strict",
     )
     model: ModelOptions
-    simulate: str | None = option(  # a name in DEVICES, or THIS
-        f"count time as a device would take it: {', '.join(DEVICES)}; or {THIS}, fitted to a "
-        "profile of this machine, and in serve beside it. With a DEVICE --preset is required, may "
-        f"also be {', '.join(name for name in GEOMETRIES if name not in PRESETS)}, and --kv-tokens "
-        "all that fits",
+    simulate: str | None = option(  # a name in DEVICES
+        f"count time as a device would take it: {', '.join(DEVICES)}. Then --preset is required, "
+        f"may also be {', '.join(name for name in GEOMETRIES if name not in PRESETS)}, and "
+        "--kv-tokens is all that fits",
         type=nonempty_text,
         metavar="DEVICE",
     )
@@ -229,11 +227,6 @@ class ServeOptions:
         type=number(minimum=0, maximum=1e6),
         default=0.0,
     )
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether another machine is simulated."""
-        return self.simulate not in (None, THIS)
 
     def cost(self) -> CostModel:
         """The cost model of the simulated GPUs. Raises ValueError for unknown names, and sizes that
@@ -297,20 +290,20 @@ def add_options(parser: OptionParser, fixed: Mapping[str, Any] | None = None) ->
 def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     """The options, with those filled in that depend on others. Exits with a message if they make no
     sense together. Raises ValueError as CostModel does."""
-    is_elsewhere = args.simulate not in (None, THIS)
-    _check_machine(parser, args, is_elsewhere)
+    is_simulated = args.simulate is not None
+    _check_machine(parser, args, is_simulated)
     model = model_options(args)
     cache_device = args.device
     if args.pools:
         args.replicas = args.pools.instances
-        model = replace(model, copies=1 if is_elsewhere else args.replicas)
-    if is_elsewhere:
+        model = replace(model, copies=1 if is_simulated else args.replicas)
+    if is_simulated:
         cache_device = "cpu"  # simulated attention reads any pages
         args.device = "cuda"  # whose defaults hold
     kind = CapacityOptions if args.command == "capacity" else ServeOptions
     options = from_args(kind, args, model=model)
     max_len = options.max_len
-    kv_tokens = _simulated_kv_tokens(parser, options) if is_elsewhere else args.kv_tokens
+    kv_tokens = _simulated_kv_tokens(parser, options) if is_simulated else args.kv_tokens
     _check_load(parser, options)
     sizes = args.page_size or [small_page_size(max_len, cache_device)]
     sizes = list(dict.fromkeys(max_len if size == "max" else size for size in sizes))
@@ -328,7 +321,7 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     requests = args.requests or REQUESTS[args.command].pick(args.device)
     if args.command == "capacity" and not args.requests:
         requests = max(requests, options.fewest_requests)
-    if not is_elsewhere:
+    if not is_simulated:
         model = resolve_model(model, gpu_preset="llama3-8b", gpu_bytes=75e9)
     return replace(
         options,
@@ -340,22 +333,20 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     )
 
 
-def _check_machine(parser: OptionParser, args: Namespace, is_elsewhere: bool) -> None:
+def _check_machine(parser: OptionParser, args: Namespace, is_simulated: bool) -> None:
     """Exit with a message if an option goes only with a simulated device, or only without."""
-    if args.model and is_elsewhere:
+    if args.model and is_simulated:
         parser.error(f"--model {args.model}: a simulated device takes --preset {args.model}")
-    if args.preset is None and is_elsewhere:
+    if args.preset is None and is_simulated:
         parser.error(f"--simulate {args.simulate}: needs --preset, from {', '.join(GEOMETRIES)}")
-    for name in ONLY_REAL if is_elsewhere else ONLY_SIMULATED:
+    for name in ONLY_REAL if is_simulated else ONLY_SIMULATED:
         if getattr(args, name) != parser.get_default(name):
-            goes = "does not go" if is_elsewhere else "goes only"
+            goes = "does not go" if is_simulated else "goes only"
             parser.error(f"--{name.replace('_', '-')}: {goes} with --simulate DEVICE")
     if args.pools and (args.pp > 1 or args.replicas > 1):
         parser.error("--pools: goes without --pp and --replicas: there are as many replicas")
-    if args.pools and not is_elsewhere and (args.pools != Pools(1, 1) or args.tp > 1):
+    if args.pools and not is_simulated and (args.pools != Pools(1, 1) or args.tp > 1):
         parser.error(f"--pools {args.pools}: must be 1:1 without --tp, or --simulate DEVICE")
-    if args.simulate == THIS and args.tp * args.pp > 1:
-        parser.error(f"--tp, --pp: do not go with --simulate {THIS}")
 
 
 def _simulated_kv_tokens(parser: OptionParser, options: ServeOptions) -> int:
