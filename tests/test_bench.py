@@ -73,7 +73,7 @@ MODEL_OPTIONS = {
 }
 
 
-WITHOUT_MODEL = ("simulate", "explore", "check", "today", "pools")
+WITHOUT_MODEL = ("simulate", "explore", "check", "today")
 
 
 @pytest.mark.parametrize("command", bench.COMMANDS)
@@ -107,9 +107,8 @@ def test_help_names_the_commands_and_does_not_wait_for_torch():
     assert all(f"    {name} " in done.stdout for name in bench.COMMANDS)
 
 
-ALIASES = {"": "offline", "--chunk 64": "offline", "serve --simulate this": "serve"}
+ALIASES = {"": "offline", "--chunk 64": "offline"}
 NEEDED = {
-    "pipeline": "--pp 2",
     "batches": "64",
     "check": "vllm",
 }
@@ -117,8 +116,7 @@ WORDS = [*ALIASES.items(), *((f"{name} {NEEDED.get(name, '')}", name) for name i
 
 
 @pytest.mark.parametrize("words, command", WORDS)
-def test_the_first_word_is_a_command(words, command, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2" if command == "pipeline" else "1")
+def test_the_first_word_is_a_command(words, command):
     module, options = bench.parse_args(words.split())
     assert module.__name__ == bench.COMMANDS[command][0]
     if hasattr(options, "json"):  # where it says which command it was
@@ -156,7 +154,6 @@ REFUSED += [
     ("--json .", "--json .: cannot be written: Is a directory"),
     ("--dtype int8", "--dtype invalid choice: 'int8'"),
     ("sevre", "invalid choice: 'sevre'"),
-    ("pipeline", "--pp 1: a pipeline has two stages or more"),
     ("capacity --qps 1", "unrecognized arguments: --qps 1"),
     ("serve --slo hard", "--slo hard: must be strict, relaxed, a multiple from 1x to 100x, or"),
     ("serve --page-size 16,2000", "--page-size 2000: must be at most --max-len 1024"),

@@ -15,7 +15,6 @@ import torch
 
 import bench
 import examples.compare.__main__
-import examples.fit_device
 import sample
 import server.__main__
 from cli.console import explain
@@ -34,9 +33,7 @@ POSITIONALS = {  # arguments of each command, each list one choice
     "batches": [["8"], ["6x1@1024"], ["2 * 2048/256 + 6x1@512", "b=512"], ["0"], ["a=8", "a=9"]],
     "check": [["vllm"], ["own.py:Own"], ["x.py:Mine"], ["binary:X"], [""]],
     "compare": [["--against", "openvino"], ["--against", ""]],
-    "fit": [["times.csv"], ["."], ["binary"], ["empty"], ["trace.csv"], [""]],
     "explore": [[], ["vllm"], ["x"]],
-    "serve": [[], ["--url", "http://127.0.0.1:9/v1", "--qps", "2", "--slo", "1"]],
     "sample": [["--prompt", "x"], ["--prompt", ""]],
 }
 NONSENSE = [
@@ -60,7 +57,7 @@ GOOD = {  # values that some options take
     "--policies": ["vllm", "sarathi:16,sarathi-serve", "dynamic", "own.py:Own"],
     "--policy": ["priority", "own.py:Own", "own.py:Other", "binary:Own"],
     "--trace": [*FILES],
-    "--simulate": ["a100-80gb", "h100", "this"],
+    "--simulate": ["a100-80gb", "h100"],
     "--page-size": ["16", "max", "16,max"],
     "--lengths": ["sharegpt4", "5+5", "100+20,30+60"],
     "--slo": ["strict", "relaxed", "0.5"],
@@ -68,7 +65,6 @@ GOOD = {  # values that some options take
     "--dtype": ["float32", "bfloat16"],
     "--attention": ["sdpa", "matmul", "flash", "xformers"],
     "--only": ["S-F9", "SS-*", "bubbles", "all"],
-    "--url": ["http://127.0.0.1:9/v1", "ftp://x", "127.0.0.1"],
     "--prefix-caching": ["on", "off", "both"],
 }
 SIZES = ["1", "2", "7", "16", "64"]
@@ -76,7 +72,6 @@ PROGRAMS = {
     "sample": sample.parse_args,
     "server": server.__main__.parse_args,
     "compare": examples.compare.__main__.parse_args,
-    "fit": examples.fit_device.parse_args,
 }
 
 
@@ -103,8 +98,6 @@ def options_of(command):
 
 
 COMMANDS = {(name,): options_of([name]) for name in [*bench.COMMANDS, *PROGRAMS]}
-URL = ("serve", "--url", "http://127.0.0.1:9/v1")
-COMMANDS[URL] = options_of(URL)
 
 
 def random_option(rng, options):

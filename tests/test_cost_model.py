@@ -6,14 +6,13 @@ test_papers_simulated.py."""
 import random
 from dataclasses import replace
 from math import inf, nan
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from kv_cache import kv_bytes_per_token
-from lab.simulator.cost_model import CostModel, FittedCost, interpolate, matrices, product_seconds
+from lab.simulator.cost_model import CostModel, interpolate, matrices, product_seconds
 from lab.simulator.devices import (
     A100,
     DEVICES,
@@ -25,7 +24,6 @@ from lab.simulator.devices import (
     find,
 )
 from model import GPT, GPTConfig
-from policies.iteration_time import BatchShape, IterationTime
 
 # Rates without limit leave one cost: arithmetic at 1 Mflop/s, bytes at 1 MB/s, a second a kernel
 MATH = Device("math", 1e6, inf, 1e6, inf, 1e6, tile=4, op_s=0.0)
@@ -307,22 +305,6 @@ def test_a_model_that_does_not_fit_says_what_to_do():
 def test_bad_arrangements_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         CostModel(**{"config": SMALL, "device": MATH} | changes)
-
-
-def test_a_fitted_cost_predicts_what_the_laws_of_its_stages_do():
-    law = np.array([3e-3, 1e-4, 5e-4, 1e-6, 1e-7])
-    shapes = [(64, 0, 0, 2080), (64, 4, 800, 59_680), (300, 9, 8100, 105_150)]
-    shapes += [(0, 4, 800, 0), (0, 9, 8100, 0)]
-    profile = [(BatchShape(*shape), float(law @ [1, *shape])) for shape in shapes]
-    quicker = [(shape, seconds / 2) for shape, seconds in profile]
-    # 100 * 50 + (1 + ... + 50) pairs; 10 + 700 keys
-    prefills = SimpleNamespace(is_decoding=False)
-    decoding = [SimpleNamespace(is_decoding=True, tokens=[0] * n) for n in (10, 700)]
-    batch = [(prefills, 100, 50), *((request, len(request.tokens) - 1, 1) for request in decoding)]
-    stages, hop_s = FittedCost([profile, quicker], 0.25).stages(batch)
-    seconds = IterationTime(profile).predict(BatchShape(50, 2, 710, 6275))
-    assert stages == pytest.approx([seconds, seconds / 2])
-    assert hop_s == 0.25
 
 
 def test_interpolation_is_linear_and_level_outside_of_the_points():

@@ -45,7 +45,7 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "engine": f"{PLANNING} {MODEL} runtime.text runtime",
     "parallel": ENGINE,
     "lab.measure": f"{ENGINE} parallel",
-    "lab.simulator": f"{ENGINE} parallel lab.measure",
+    "lab.simulator": f"{ENGINE} lab.measure",
     "page": "request scheduler policies runtime.files",
     "cli": f"{ENGINE} parallel",
     "lab.pictures": "request policies lab.measure runtime.files cli",

@@ -1,23 +1,16 @@
-"""`serve --simulate` and `capacity --simulate`: a machine that counts time, or this one, fitted.
-
-Only `--simulate this` reads a clock: no time is tested.
-"""
+"""`serve --simulate` and `capacity --simulate`: a machine that counts time."""
 
 import csv
 import json
 import re
 from collections import defaultdict
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 
 import bench
 from lab.measure import machine as real_machine
-from lab.measure import timing as measure
-from lab.measure.token_budget import Profiled
 from lab.measure.workload import poisson, sample_lengths
-from lab.simulator import machine
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import A100
 from tests.helpers import machine_info
@@ -123,78 +116,6 @@ def test_an_impossible_machine_is_refused_before_any_output(command, options, me
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         bench.main([command, *options.split()])
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.fixture
-def profile(monkeypatch):
-    """The times of this machine's profile: predictions of those beside the fit are off by 1 to
-    24 %. `drift` is how busy it was."""
-    fitted, checked = machine.profile_cases(64)
-    profile = SimpleNamespace(fitted=fitted, drift=0.0)
-    errors = [0] * len(fitted) + [i / 100 for i in range(1, 25)]
-
-    def time_iterations(runner, cases):
-        assert cases == fitted + checked
-        assert not set(fitted) & set(checked)
-        rows = []
-        for (budget, context, decodes), error in zip(cases, errors, strict=True):
-            seconds = 0.5 + 0.25 * (budget - decodes) + 0.125 * decodes
-            rows.append(Profiled(budget, context, decodes, seconds / (1 + error)))
-        return rows
-
-    monkeypatch.setattr(machine, "time_iterations", time_iterations)
-    monkeypatch.setattr(measure, "steadily", lambda function, *_, **__: (function(), profile.drift))
-    monkeypatch.setattr(measure.Probe, "take", lambda *_: 0.0)  # of real runs: nobody else is here
-    return profile
-
-
-@pytest.mark.parametrize("drift", [0.0, 0.5])
-@pytest.mark.parametrize("command", ["serve", "capacity"])
-def test_this_machine_is_simulated_with_the_law_of_its_profile(
-    command, drift, profile, tmp_path, capsys
-):
-    """By both in `serve`, in the same tables."""
-    profile.drift = drift
-    file = tmp_path / "this.json"
-    load = "--requests 1 --qps 1" if command == "serve" else "--requests 16"
-    options = "--page-size 8 --lengths 10+3 --policies sarathi-serve,vllm --slo 1000"
-    argv = [command, *TINY, *options.split(), *load.split(), f"--json={file}", "--simulate=this"]
-    bench.main(argv)
-    text = capsys.readouterr().out
-    report = json.loads(file.read_text("utf-8"))
-    busy = drift > measure.BUSY
-    assert text.startswith("simulated: ") == (command == "capacity")
-    assert f"fitted to {len(profile.fitted)} batches" in text
-    quality = "off by 12.5% in the median, 21.7% at P90, 24.0% at most"
-    assert f"\npredictions of 24 others: {measure.TOO_BUSY if busy else quality}\n" in text
-    info = report["machine"]
-    off = {"p50": 0.125, "p90": 0.217, "p99": 0.2377, "max": 0.24}
-    assert info["prediction_error"] == pytest.approx(off, abs=1e-4)
-    assert info["profile_busy"] == busy
-    if command == "capacity":
-        assert list(report["results"]) == ["sarathi-serve", "vllm"]
-        return
-    runs = report["runs"]
-    simulated = ["sarathi-serve, simulated", "vllm, simulated"]
-    assert list(runs) == ["sarathi-serve", simulated[0], "vllm", simulated[1]]
-    for name, row in runs.items():
-        assert row["finished"] == 1
-        assert row["busy"] == (busy and name in simulated)
-        assert text.count(f"\n| {measure.mark(name, row['busy'])} ") == 2
-        assert (row["own_fraction"] == 0) == (name in simulated)
-    for name in simulated:
-        assert runs[name]["ttft_s"]["p50"] == pytest.approx(3.0, rel=1e-3)
-        assert runs[name]["tbt_s"]["max"] == pytest.approx(0.625, rel=1e-3)
-    sure = [name for name, row in runs.items() if not row["busy"]]
-    assert report["conclusion"].endswith(f"met by {'; '.join(sure)}.")
-
-
-def test_cases_fit_a_machine_of_any_length():
-    for max_len in (3, 64, 1024, 8192):
-        fitted, checked = machine.profile_cases(max_len)
-        for budget, context, decodes in fitted + checked:
-            assert max(0, budget - max_len) <= decodes <= budget > 0 and 1 <= context <= max_len
-        assert len(fitted) == 17 and len(checked) == 24
 
 
 def test_all_micro_batches_are_counted_and_no_batch_overtakes_another(

@@ -490,13 +490,6 @@ def test_token_budgets_meet_the_slos_that_they_are_for(tiny, monkeypatch):
     assert tiny.token_budgets(["1x", "2x"], decodes=4, max_budget=64, tile=4) is found
 
 
-@pytest.mark.slow
-def test_capacities_of_a_quick_run_are_simulated(tiny):
-    tiny.size = "quick"
-    tiny.capacity(["vllm"], slo="50x", lengths="8+4", requests=12, batch=4)
-    assert machines_of(tiny) == ["RealMachine", "FittedMachine"]
-
-
 def test_the_papers_number_stands_beside_ours_in_a_table():
     found = Finding(tables=[PLOT])
     found.publish("first", 0.7, PLOT["vllm"], 1, unit=" ms")

@@ -37,7 +37,7 @@ def simulated(name, **setup):
     return {claim.id: claim.function(lab) for claim in experiment.claims}
 
 
-FAST = ["sarathi", "serving", "bubbles"]
+FAST = ["sarathi", "serving", "bubbles", "pools"]
 SLOW = ["throughput", "ablation", "pipeline"]
 
 

@@ -1,11 +1,13 @@
-"""Two pools on a virtual clock: link times by hand, limits, and the order of what happens.
+"""Two pools on a virtual clock: link times by hand, limits, the order of what happens, and `serve`.
 
 Times of the LAW are sums of binary fractions: no sum is rounded, and == may be asked."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
+import bench
 from config import EngineConfig
 from lab.measure.metrics import find_stalls
 from lab.measure.workload import Arrival
@@ -14,7 +16,10 @@ from lab.simulator.devices import LINKS, Link
 from lab.simulator.pools import KVLink, PoolSimulation, Ports, simulate_pools
 from lab.simulator.simulation import simulate
 from policies.pools import Pools
+from tests.test_simulate import printed_tables
 from tests.test_simulation import Law
+
+SERVE = "--simulate a100-80gb --preset llama3-8b --max-len 1024 --requests 12 --qps 20"
 
 LINK = Link(bytes_per_s=1024, step_s=0.25)
 INFINITE = KVLink(Link(bytes_per_s=float("inf"), step_s=0.0), token_bytes=1.0)
@@ -126,3 +131,31 @@ def test_a_decode_does_not_stall_for_prefills_on_another_instance():
 def test_a_pipeline_has_no_pools():
     with pytest.raises(ValueError, match="^pp=2: must be 1"):
         PoolSimulation(Law(pp=2), CONFIG, ONE_TO_ONE, INFINITE)
+
+
+@pytest.mark.parametrize(
+    "link, said, least_s, most_s",
+    [
+        ("", "infiniband, layer by layer during the prefill", 0.0, 0.004),
+        ("--kv-send end", "infiniband, all layers at its end", 0.0, 0.004),
+        # 100 tokens or more of 131 kB each, at 3.1 GB/s
+        ("--kv-send end --kv-link ethernet-25g", "ethernet-25g, all layers at its end", 0.004, 1.0),
+    ],
+)
+def test_serve_prints_two_pools_beside_as_many_replicas(
+    link, said, least_s, most_s, capsys, tmp_path
+):
+    file = tmp_path / "serve.json"
+    bench.main(f"serve {SERVE} {link} --policies sarathi-serve --pools 1:2 --json {file}".split())
+    text = capsys.readouterr().out
+    assert "3 replicas" in text and "1 of 3 instances prefill, 2 decode" in text
+    assert f"keys and values over {said}\n" in text
+    latencies, _, links = printed_tables(text)
+    assert links[0] == ["seconds", "memory P99", "link P50", "link P99"]
+    names = [row[0] for row in latencies[1:]]
+    assert names == ["sarathi-serve", "pools 1:2", "pools 1:2 chunks"]
+    assert [row[0] for row in links[1:]] == names[1:]
+    runs = json.loads(file.read_text())["runs"]
+    assert "link" not in runs["sarathi-serve"]
+    assert least_s < runs["pools 1:2"]["link"]["exposed_s"]["p50"] < most_s
+    assert all(run["finished"] == 12 for run in runs.values())

@@ -18,7 +18,7 @@ import exercises.__main__
 import sample
 import server.__main__
 from engine import Engine
-from examples import fit_device, ladder
+from examples import ladder
 from examples.compare import __main__ as compare
 from kv_cache import Pages
 from lab.simulator.cost_model import CostModel
@@ -47,7 +47,6 @@ PARSERS = {
     "server": server.__main__.parse_args,
     "exercises": exercises.__main__.parse_args,
     "examples.compare": compare.parse_args,
-    "examples.fit_device": fit_device.parse_args,
     "examples.ladder": ladder.parse_args,
 }
 REQUIRED = {  # arguments of a command, where a sentence only names the command
@@ -182,7 +181,7 @@ def commands(text):
     blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
     lines = [line for block in blocks for line in re.split(r"&&|(?<!\\)\n", block)]
     prose = re.sub("```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
-    programs = r"(?:bench\.py|sample\.py|-m server|-m exercises|-m examples\.fit_device)"
+    programs = r"(?:bench\.py|sample\.py|-m server|-m exercises)"
     lines += re.findall(rf"`([^`]*{programs} [^`…]+)`", prose)
     for table in re.findall(r"(?m)^\| claim +\| +command \|.*\n.*\n((?:\|.*\n)*)", prose):
         lines += ["bench.py " + row.split(" | ")[1].strip(" `") for row in table.splitlines()]

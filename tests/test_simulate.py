@@ -1,4 +1,4 @@
-"""What `simulate` and `fit` print, write and refuse, and how they end."""
+"""What `simulate` prints, writes and refuses, and how it ends."""
 
 import json
 import multiprocessing
@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -15,14 +14,10 @@ from pathlib import Path
 import pytest
 
 import bench
-from examples import fit_device
 from lab.claims.claim import Finding, claim
 from lab.claims.claims import Experiment
 from lab.claims.table import Table
 from lab.commands import simulate
-from lab.simulator.cost_model import matrices, product_seconds
-from lab.simulator.devices import A100, GEOMETRIES
-from lab.simulator.fit import COLUMNS
 
 A100S = "--simulate a100-80gb"
 
@@ -191,49 +186,6 @@ def test_no_signal_leaves_a_traceback_or_a_worker(send, number, times, status):
     finally:
         for pid in processes_of(run.pid):
             os.kill(pid, signal.SIGKILL)
-
-
-def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
-    device = replace(A100, flops_per_s=200e12, bytes_per_s=1.5e12, op_s=6e-6, tile=64)
-    sizes = [*range(1, 64, 9), *range(70, 1000, 62), *range(1100, 4097, 333)]
-    shapes = matrices(GEOMETRIES["llama-13b"], 2)
-    lines = [["num_tokens", *COLUMNS]]
-    for n in sizes:
-        lines.append([n, *(1e3 * product_seconds(device, n, *shape) for shape in shapes)])
-    file = tmp_path / "times.csv"
-    file.write_text("\n".join(",".join(map(str, line)) for line in lines), "utf-8")
-    fit_device.main([str(file), "--preset", "llama-13b", "--tp", "2"])
-    text = capsys.readouterr().out
-    assert f"{file}: matrix products of a layer of llama-13b, TP 2, {len(sizes)} sizes" in text
-    ((head, *rows),) = printed_tables(text)
-    fits = {}
-    for name, *cells in rows:
-        values = [float(cell.rstrip("%").replace(",", "")) for cell in cells]
-        fits[name] = dict(zip(head[1:], values, strict=True))
-    names = [name + tiles for name in ("fitted", "A100-80GB") for tiles in ("", ", without tiles")]
-    assert list(fits) == names
-    assert [row["tile"] for row in fits.values()] == [64, 1, A100.tile, 1]
-    fitted = fits["fitted"]
-    constants = {"TFLOP/s": 200, "TB/s": 1.5, "us to start": 6}
-    assert {name: fitted[name] for name in constants} == pytest.approx(constants, rel=0.02)
-    for error in ("its P90", "P90"):  # in percent
-        assert fitted[error] < 1 < fits["fitted, without tiles"][error]
-    assert fits["A100-80GB"]["TFLOP/s"] == pytest.approx(A100.flops_per_s / 1e12, abs=0.5)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ("--preset llama-13b --tp 3", "tp=3: must divide n_head=40"),
-        ("--preset llama", "preset='llama': must be one of "),
-        ("--simulate a1", "simulate='a1': must be one of "),
-    ],
-)
-def test_fit_refuses_what_is_not_there(options, message, tmp_path):
-    file = tmp_path / "times.csv"
-    file.write_text(",".join(["num_tokens", *COLUMNS]) + "\n1,1,1,1,1\n", "utf-8")
-    with pytest.raises(ValueError, match=message):
-        fit_device.main([str(file), *options.split()])
 
 
 YI = f"{A100S} --preset yi-34b"

@@ -300,12 +300,6 @@ def test_each_panel_of_bars_has_its_names_and_numbers(file):
     assert texts(first) == ["3", "1.50"] and labels(first) == ["x", "y"]
 
 
-def test_bars_side_by_side_have_one_scale(file):
-    numbers = {"a": {"x": 3}, "b": {"x": 9}, "c": {"y": 100}}
-    first, second, third, _ = plot_bars(numbers, "", file, columns=2).axes
-    assert first.get_xlim() == second.get_xlim() != third.get_xlim()
-
-
 def spans(bars):
     """Where bars begin, and how long they are."""
     return [(bar.get_x(), bar.get_width()) for bar in bars]

@@ -3,13 +3,14 @@ that are simulated on the papers' machines.
 
     found = EXPERIMENTS["bubbles"].claims[0].function(EXPERIMENTS["bubbles"].lab(Setup()))
 
-S is SARATHI, SS Sarathi-Serve, B a post on schedulers, C a Chinese post on SARATHI; F is a figure,
-T a table, a number alone a section. Claims that share runs follow each other. Read first:
-phases.py, batches.py, offline.py, serving.py, clusters.py, capacities.py. Read next: report.py."""
+S is SARATHI, SS Sarathi-Serve, D DistServe, B a post on schedulers, C a Chinese post on SARATHI; F
+is a figure, T a table, a number alone a section. Claims that share runs follow each other. Read
+first: phases.py, batches.py, offline.py, serving.py, clusters.py, capacities.py, pools.py. Read
+next: report.py."""
 
 from dataclasses import dataclass
 
-from lab.claims import batches, capacities, clusters, offline, phases, serving
+from lab.claims import batches, capacities, clusters, offline, phases, pools, serving
 from lab.claims.claim import Claim
 from lab.claims.cost_lab import CostLab
 from lab.claims.jobs import Setup
@@ -101,5 +102,6 @@ EXPERIMENTS = {
     "slo": Experiment([capacities.ss_f12b]),
     "nodes": Experiment([capacities.ss_f13]),
     "ablation": Experiment([capacities.ss_t4b]),
+    "pools": Experiment([pools.d_f1]),
     "post": Experiment([capacities.b_7b]),
 }

@@ -61,7 +61,6 @@ from lab.measure.run_loop import Run
 from lab.measure.run_plan import run_plan
 from lab.measure.token_budget import Case, Profiled, choose_budget
 from lab.measure.workload import Arrival
-from lab.simulator.machine import FittedMachine
 from model import GPT
 from parallel import runner_for
 from runtime.memory import small_page_size
@@ -314,10 +313,6 @@ class Lab:
         """The machine as a server of requests of up to `max_len` tokens."""
         raise NotImplementedError
 
-    def fitted_server(self, max_len: int) -> Machine:
-        """A simulation of the machine as such a server."""
-        return self.server(max_len)
-
     def base_busy(self, max_len: int) -> bool:
         """Whether the machine was too busy while the base of its SLOs was timed."""
         return False
@@ -373,15 +368,11 @@ class Lab:
         requests: int,
         batch: int,
         kv_tokens: int | None = None,
-        simulated: bool = False,
     ) -> Capacities:
-        """Search the highest rate at which each policy meets an SLO. `simulated`: of this machine
-        as it was profiled, as always with --quick."""
+        """Search the highest rate at which each policy meets an SLO."""
         config = self._config(batch, None, kv_tokens)
         max_len = config.max_len or 0
         machine = self.server(max_len)
-        if simulated or self.size == "quick":
-            machine = self.fitted_server(max_len)
         slo_s = slo_seconds(slo, machine.base)
         pairs = workload.make_lengths(lengths, requests, max_len, self.seed)
         start = self._rate(0.5, machine.base, pairs)
@@ -555,12 +546,8 @@ class RealLab(Lab):
             make_prompts=partial(workload.prompts, seed=self.seed),
         )
 
-    @once
-    def fitted_server(self, max_len: int) -> FittedMachine:
-        """A simulation of this machine. The batches that it is fitted to are timed once."""
-        return FittedMachine(
-            self.server(max_len),
-            max_len=max_len,
-            attention=self.attention,
-            is_alone=True,
-        )
+    def capacity(self, policies: Sequence[str], **load: Any) -> Capacities:
+        """As Lab.capacity. Raises ValueError with --quick."""
+        if self.size == "quick":
+            raise ValueError("--quick: a search for a capacity takes minutes")
+        return super().capacity(policies, **load)

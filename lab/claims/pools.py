@@ -1,174 +1,119 @@
-"""What DistServe and Splitwise found about two pools, held against simulated numbers.
+"""What DistServe found about two pools: only a cost model answers it.
 
-Read first: policies/pools.py. Read next: lab/commands/pools.py, which simulates the numbers."""
+D is DistServe, F a figure. Read first: jobs.py, lab/simulator/pools.py. Read next: claims.py."""
 
-from collections.abc import Mapping
+from bisect import bisect_left
 from dataclasses import dataclass
+from statistics import fmean
 
-from lab.simulator.goodput import Targets
+from config import EngineConfig
+from lab.claims.claim import Finding, claim
+from lab.claims.cost_lab import CostLab
+from lab.measure.capacity import estimated_qps
+from lab.measure.metrics import FEWEST, SERVED, served_rate
+from lab.measure.run_loop import Run
+from lab.measure.workload import Arrival, make_lengths, poisson
+from lab.simulator.cost_model import CostModel
+from lab.simulator.devices import LINKS
+from lab.simulator.machine import base_of
+from lab.simulator.pools import KVLink, simulate_pools
+from lab.simulator.simulation import simulate
 from policies.pools import Pools
 
-
-@dataclass(frozen=True)
-class Row:
-    """A row of a sweep: goodput per GPU of each way to serve, in requests per second."""
-
-    chunks: float  # of the best chunk size
-    pools: dict[str, float]  # by split
-
-    @property
-    def best_pools(self) -> float:
-        """Of the best split."""
-        return max(self.pools.values())
-
-    @property
-    def best_split(self) -> str | None:
-        """The split with the highest goodput; None if none meets the targets."""
-        split = max(self.pools, key=lambda name: self.pools[name])
-        return split if self.pools[split] else None
-
-    @property
-    def gain(self) -> float | None:
-        """Pools over chunks; None if chunks do not meet the targets at any rate."""
-        return self.best_pools / self.chunks if self.chunks else None
-
-    @property
-    def winner(self) -> str:
-        """Which is better, if it is by more than a step between two rates."""
-        if self.chunks == self.best_pools:
-            return "equal" if self.chunks else "none"
-        return "chunks" if self.chunks > self.best_pools else f"pools {self.best_split}"
+LENGTHS = "512+64"  # prompt and output of all requests
+MAX_LEN = 2048
+SECONDS = 20.0  # that requests arrive
+TTFT_S = 0.4  # the targets, as we read the lines of the figure
+TBT_S = 0.04
+ATTAINMENT = 0.9  # the share of requests that are to meet both (DistServe §1)
+LOWEST = 0.25  # the rates that are tried, as shares of what is estimated to be possible for
+HIGHEST = 2.0  # batches of 32
+RATES = 9
+PAGE_SIZE = 64
 
 
 @dataclass(frozen=True)
-class LinkRow:
-    """What sending over a link costs, at a low rate."""
+class GoodputJob:
+    """A model on one GPU, or on one for each instance of two pools."""
 
-    at_end_s: float  # from the first token to the second, in the median
-    layer_wise_s: float
-    alone_s: float  # without a link: replicas
-    goodput: float | None  # layer by layer, per GPU; None: not measured
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A finding of a paper, and the numbers that it comes out at here."""
-
-    text: str
-    paper: str
-    here: str
-    holds: bool
+    cost: CostModel
+    policy: str
+    chunk: int
+    pools: Pools | None = None
 
 
-def describe(targets: Targets) -> str:
-    """The targets in a few words."""
-    return f"TTFT {targets.ttft_s:g} s, TBT {1e3 * targets.tbt_s:g} ms"
+def find_goodput(job: GoodputJob) -> float:
+    """The highest rate per GPU at which most requests meet both targets, in requests per second; 0:
+    none does. A rate above one that fails is not tried."""
+    gpus = job.pools.instances if job.pools else 1
+    possible_qps = gpus * estimated_qps(base_of(job.cost, MAX_LEN), arrivals_at(10.0))
+    ratio = (HIGHEST / LOWEST) ** (1 / (RATES - 1))
+    rates = [possible_qps * LOWEST * ratio**i for i in range(RATES)]
+    met = bisect_left(rates, True, key=lambda qps: not is_good(serve(job, qps), qps))
+    return rates[met - 1] / gpus if met else 0.0
 
 
-def check_findings(
-    strict_ttft_s: float,
-    targets: Mapping[str, Row],
-    ratios: Mapping[str, Row],
-    sizes: Mapping[str, Row],
-    links: Mapping[str, LinkRow],
-    figure_1: Mapping[str, float],
-) -> list[Finding]:
-    """What DistServe and Splitwise found, with the numbers here."""
-    vllm, chunks, pools = figure_1.values()
-    return [
-        Finding(
-            "DistServe §1, Figure 1: 2 prefill and 1 decode over one GPU, per GPU",
-            "2.1x (3.3 / 1.6)",
-            f"{_times(pools, vllm)} ({pools:.2f} / {vllm:.2f}) vllm; "
-            f"{_times(pools, chunks)} chunks",
-            pools > vllm > 0,
-        ),
-        _find_gains(
-            "DistServe §2.3: chunks trade TTFT for TBT: pools over chunks, TTFT 0.5 s / 4 s",
-            *(targets[describe(Targets(ttft_s, 0.03))] for ttft_s in (strict_ttft_s, 4)),
-        ),
-        _find_gains(
-            "DistServe §2.3: chunks do not remove interference: TBT 20 ms / 100 ms",
-            *(targets[describe(Targets(1, tbt_s))] for tbt_s in (0.02, 0.1)),
-        ),
-        *_find_delays(links["infiniband"], links["ethernet-25g"]),
-        *_find_splits(ratios, sizes),
-    ]
+def arrivals_at(qps: float) -> list[Arrival]:
+    """The requests, so many a second."""
+    lengths = make_lengths(LENGTHS, max(FEWEST, round(SECONDS * qps)), MAX_LEN, seed=0)
+    return poisson(lengths, qps, seed=0)
 
 
-def _find_gains(text: str, strict: Row, loose: Row) -> Finding:
-    """Whether pools gain more under strict targets."""
-    gains = f"{show_gain(strict)} / {show_gain(loose)}"
-    return Finding(text, "more if strict", gains, _gain(strict) > _gain(loose))
+def serve(job: GoodputJob, qps: float) -> Run:
+    """A run at this rate, in all the memory there is."""
+    cost = job.cost
+    config = EngineConfig(
+        job.policy,
+        chunk=job.chunk,
+        max_batch=256,
+        max_len=MAX_LEN,
+        page_size=PAGE_SIZE,
+        pages=cost.kv_tokens() // PAGE_SIZE,
+    )
+    arrivals = arrivals_at(qps)
+    if job.pools is None:
+        return simulate(cost, config, arrivals, record=False).run
+    kv_link = KVLink.of(cost, LINKS["infiniband"])
+    return simulate_pools(cost, config, arrivals, job.pools, kv_link, record=False).run
 
 
-def _find_delays(infiniband: LinkRow, slow: LinkRow) -> list[Finding]:
-    """By how much the second token comes later over two links."""
-    return [
-        Finding(
-            "Splitwise §VI-A: the second token comes later, sent at the end / layer by layer",
-            "+64 % / +16.5 %",
-            _later(infiniband),
-            infiniband.at_end_s > infiniband.layer_wise_s,
-        ),
-        Finding(
-            "DistServe §3.3, §4.2: a slow link needs a placement that avoids it: 25 Gb/s",
-            "-",
-            _later(slow),
-            slow.layer_wise_s > infiniband.layer_wise_s,
-        ),
-    ]
+def is_good(run: Run, qps: float) -> bool:
+    """Whether most requests meet both targets, in TTFT and mean TBT (DistServe §1), and are served
+    about as fast as they arrive."""
+    good = 0
+    for completion in run.completions:
+        ttft_s = completion.ttft
+        is_early = ttft_s is not None and ttft_s <= TTFT_S
+        good += is_early and fmean(completion.tbt or [0.0]) <= TBT_S
+    served_per_s = served_rate(run.completions) or qps  # None: there are too few to tell
+    return served_per_s >= SERVED * qps and good >= ATTAINMENT * len(run.completions)
 
 
-def _find_splits(ratios: Mapping[str, Row], sizes: Mapping[str, Row]) -> list[Finding]:
-    """Which split is best for longer outputs, and what more GPUs change."""
-    splits = {name: row.best_split for name, row in ratios.items()}
-    shares = [_prefill_share(split) for split in splits.values()]
-    small, *_, large = sizes.values()
-    return [
-        Finding(
-            "DistServe §3, Splitwise §IV-D: longer outputs want more GPUs that decode",
-            "-",
-            ", ".join(f"{name}: {split}" for name, split in splits.items()),
-            shares == sorted(shares, reverse=True),
-        ),
-        Finding(
-            f"DistServe §7: few GPUs favour chunks: pools over chunks, {', '.join(sizes)}",
-            "-",
-            " / ".join(map(show_gain, sizes.values())),
-            _gain(small) < _gain(large),
-        ),
-    ]
+@claim("Goodput per GPU of one GPU for both phases, and of two that prefill and one that decodes")
+def d_f1(lab: CostLab) -> Finding:
+    """D-F1: two pools serve more requests per GPU than whole prompts do, but no more than chunks.
 
-
-def _prefill_share(split: str | None) -> float:
-    """The share of the GPUs that prefill."""
-    if split is None:
-        return 0.0
-    pools = Pools.parse(split)
-    return pools.prefill / pools.instances
-
-
-def _gain(row: Row) -> float:
-    """Pools over chunks, infinite if only pools meet the targets."""
-    if row.gain is not None:
-        return row.gain
-    return float("inf") if row.best_pools else 1.0
-
-
-def show_gain(row: Row) -> str:
-    """Pools over chunks as text."""
-    if row.gain is None:
-        return "only pools" if row.best_pools else "neither"
-    return f"{row.gain:.2f}x"
-
-
-def _later(row: LinkRow) -> str:
-    """By how much the second token comes later than without a link, at the end / layer by layer."""
-    at_end, layer_wise = (s / row.alone_s - 1 for s in (row.at_end_s, row.layer_wise_s))
-    return f"+{at_end:.0%} / +{layer_wise:.0%}"
-
-
-def _times(a: float, b: float) -> str:
-    """The quotient as text."""
-    return f"{a / b:.2f}x" if b else "-"
+    DistServe has OPT-13B on A100 and compares with vLLM, here it is LLaMA-13B. Goodput is the
+    highest rate per GPU, of some 1.3 times apart, at which 90 % of the requests meet a TTFT of 0.4
+    s and a mean TBT of 40 ms, as we read the lines of the figure."""
+    cost = CostModel.named("llama-13b", "a100-80gb")
+    jobs = {
+        "vllm": GoodputJob(cost, "vllm", 2048),
+        "sarathi-serve:512": GoodputJob(cost, "sarathi-serve", 512),
+        "pools 2:1": GoodputJob(cost, "sarathi-serve", 2048, Pools(2, 1)),
+    }
+    goodputs = lab.setup.run_all(find_goodput, jobs)
+    finding = Finding()
+    goodput = finding.table(x="server", y="requests/s and GPU", spec=".2f")
+    gains = finding.table(x="server", y="pools over it")
+    for name, rate in goodputs.items():
+        goodput.add(name, {"goodput": rate})
+        gains.add(name, {"gain": goodputs["pools 2:1"] / rate if rate else None})
+    finding.publish(
+        "pools over one GPU, 3.3 / 1.6 requests/s",
+        2.1,
+        gains["gain"],
+        "vllm",
+        device="OPT-13B, A100",
+    )
+    return finding

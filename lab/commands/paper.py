@@ -62,9 +62,7 @@ class PaperOptions:
         default=CLAIMS,
         default_text="all",
     )
-    quick: bool = option(
-        "on a CPU: fewer sizes, shorter runs, capacities by a fitted law", action="store_true"
-    )
+    quick: bool = option("on a CPU: fewer sizes, shorter runs, no capacities", action="store_true")
     list_only: bool = option(
         "say what there is and what is done already, and measure nothing",
         name="--list",
@@ -96,7 +94,7 @@ def resolve(parser: OptionParser, args: Namespace) -> PaperOptions:
 
     Raises ValueError for several ranks: a claim is about one device."""
     if args.tp * args.pp > 1:
-        raise ValueError("--tp, --pp: claims are of one device, see bench.py pipeline")
+        raise ValueError("--tp, --pp: claims are of one device")
     return from_args(PaperOptions, args, model=resolve_model(model_options(args)))
 
 

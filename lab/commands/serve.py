@@ -3,7 +3,6 @@
     python bench.py serve --qps 1.5                     every policy on the same arrivals
     python bench.py capacity --slo strict               the highest rate at which each meets the SLO
     python bench.py serve --simulate a100-80gb --preset yi-34b --tp 2     on a simulated machine
-    python bench.py serve --simulate this               this machine, and its simulation beside it
 
 The SLO is a multiple of the time of a decode iteration, which is measured first (Sarathi-Serve
 §5.1). Read first: lab/measure/capacity.py. Read next: serve_options.py, serve_report.py."""
@@ -22,9 +21,7 @@ from config import EngineConfig
 from lab.commands.frame import reporting
 from lab.commands.serve_options import (
     KV_SENDS,
-    THIS,
     CapacityOptions,
-    LoadOptions,
     ServeOptions,
     add_options,
     resolve,
@@ -49,7 +46,7 @@ from lab.measure.run_plan import run_plan
 from lab.measure.token_budget import MULTIPLES
 from lab.measure.workload import Arrival
 from lab.simulator.devices import LINKS
-from lab.simulator.machine import CountingMachine, FittedMachine, SimulatedMachine
+from lab.simulator.machine import CountingMachine, SimulatedMachine
 from lab.simulator.pools import KVLink, simulate_pools
 from page.html import page
 from page.records import Recorder, instance_names
@@ -70,7 +67,7 @@ class Server(NamedTuple):
     broken_rule: str | None = None
 
 
-def make_workload(options: LoadOptions) -> tuple[ArrivalsAt, str]:
+def make_workload(options: ServeOptions) -> tuple[ArrivalsAt, str]:
     """The arrivals at a rate, and a description of them. Without a rate a trace keeps its own."""
     prefix, prefixes = options.shared_prefix
     longest = options.max_len - prefix
@@ -120,9 +117,8 @@ def make_machine(options: ServeOptions) -> Machine:
     """The machine of --simulate, or this one. Raises ValueError for options that make no sense
     together."""
     name = options.model.name
-    attention = options.model.attention
     make_prompts = partial(workload.prompts, seed=options.seed, shared=options.shared_prefix)
-    if options.is_elsewhere:
+    if options.simulate:
         return SimulatedMachine(
             options.cost(),
             name,
@@ -131,26 +127,14 @@ def make_machine(options: ServeOptions) -> Machine:
             chunk=options.chunk,
             make_prompts=make_prompts,
         )
-    real = RealMachine(
+    return RealMachine(
         load_model(options.model, options.max_len, positions_from="--max-len"),
         name,
         chunk=options.chunk,
         max_len=options.max_len,
-        attention=attention,
+        attention=options.model.attention,
         make_prompts=make_prompts,
     )
-    if options.simulate != THIS:
-        return real
-    is_alone = options.command != "serve"
-    return FittedMachine(real, max_len=options.max_len, attention=attention, is_alone=is_alone)
-
-
-def machines_of(options: ServeOptions, machine: Machine) -> dict[str, Machine]:
-    """{what follows the name of a policy: the machine that serves it}. With --simulate this, serve
-    shows the real machine and its simulation side by side."""
-    if isinstance(machine, FittedMachine) and options.command == "serve":
-        return {"": machine.real, ", simulated": machine}
-    return {"": machine}
 
 
 def pooled_servers(
@@ -178,7 +162,7 @@ class Comparison:
     """Servers and the load that all of them get. `report` is what --json holds: each number is
     printed and written when it is known."""
 
-    options: LoadOptions
+    options: ServeOptions
     arrivals_at: ArrivalsAt
     servers: Mapping[str, Server]
     report: dict[str, Any]
@@ -357,9 +341,8 @@ def main(options: ServeOptions) -> dict[str, Any]:
     servers: dict[str, Server] = {}
     for name, config in configs.items():
         violation = violations.get(config.policy)
-        for suffix, server in machines_of(options, machine).items():
-            serve = partial(server.serve, config)
-            servers[name + suffix] = Server(serve, violation.rule if violation else None)
+        serve = partial(machine.serve, config)
+        servers[name] = Server(serve, violation.rule if violation else None)
     if options.pools and isinstance(machine, SimulatedMachine):
         pooled_configs = plan([SIZES], tbt_slo_s=slo_s)
         for name, serve in pooled_servers(options, options.pools, machine).items():

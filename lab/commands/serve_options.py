@@ -36,7 +36,6 @@ from runtime.memory import small_page_size
 
 DEFAULT_LENGTHS = "sharegpt4"
 DEFAULT_POLICIES = "vllm,orca,sarathi-serve,dynamic"
-THIS = "this"  # --simulate this: the machine that is here
 CACHING = {"off": [False], "on": [True], "both": [False, True]}  # --prefix-caching
 REQUESTS = {"serve": PerDevice(cpu=48, gpu=500), "capacity": PerDevice(cpu=128, gpu=512)}
 KV_SENDS = {"layers": "layer by layer during the prefill", "end": "all layers at its end"}
@@ -95,8 +94,8 @@ def slo_target(text: str) -> str | float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """The options of a load and of its report, which serve, capacity and `serve --url` share."""
+class ServeOptions:
+    """The options of `bench.py serve`. Those of `capacity` are the same, and CapacityOptions."""
 
     command: str
     qps: float | None = option(
@@ -156,12 +155,6 @@ class LoadOptions:
     csv: str | None = file_option("write a row for each request and policy")
     html: str | None = file_option("write a page to step through what was decided, and why")
     json: str | None = json_option()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions(LoadOptions):
-    """The options of `bench.py serve`. Those of `capacity` are the same, and CapacityOptions."""
-
     prefix_caching: list[bool] = option(  # one run each
         "share pages of prompts that begin alike; both is side by side with not doing so",
         choices=tuple(CACHING),
@@ -194,11 +187,10 @@ class ServeOptions(LoadOptions):
         default="strict",
     )
     model: ModelOptions
-    simulate: str | None = option(  # a name in DEVICES, or THIS
-        f"count time as a device would take it: {', '.join(DEVICES)}; or {THIS}, fitted to a "
-        "profile of this machine, and in serve beside it. With a DEVICE --preset is required, may "
-        f"also be {', '.join(name for name in GEOMETRIES if name not in PRESETS)}, and --kv-tokens "
-        "all that fits",
+    simulate: str | None = option(  # a name in DEVICES
+        f"count time as a device would take it: {', '.join(DEVICES)}. Then --preset is required, "
+        f"may also be {', '.join(name for name in GEOMETRIES if name not in PRESETS)}, and "
+        "--kv-tokens is all that fits",
         type=nonempty_text,
         metavar="DEVICE",
     )
@@ -235,11 +227,6 @@ class ServeOptions(LoadOptions):
         type=number(minimum=0, maximum=1e6),
         default=0.0,
     )
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether another machine is simulated."""
-        return self.simulate not in (None, THIS)
 
     def cost(self) -> CostModel:
         """The cost model of the simulated GPUs. Raises ValueError for unknown names, and sizes that
@@ -303,20 +290,20 @@ def add_options(parser: OptionParser, fixed: Mapping[str, Any] | None = None) ->
 def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     """The options, with those filled in that depend on others. Exits with a message if they make no
     sense together. Raises ValueError as CostModel does."""
-    is_elsewhere = args.simulate not in (None, THIS)
-    _check_machine(parser, args, is_elsewhere)
+    is_simulated = args.simulate is not None
+    _check_machine(parser, args, is_simulated)
     model = model_options(args)
     cache_device = args.device
     if args.pools:
         args.replicas = args.pools.instances
-    if is_elsewhere:
+    if is_simulated:
         cache_device = "cpu"  # simulated attention reads any pages
         args.device = "cuda"  # whose defaults hold
     kind = CapacityOptions if args.command == "capacity" else ServeOptions
     options = from_args(kind, args, model=model)
     max_len = options.max_len
-    kv_tokens = _simulated_kv_tokens(parser, options) if is_elsewhere else args.kv_tokens
-    check_load(parser, options)
+    kv_tokens = _simulated_kv_tokens(parser, options) if is_simulated else args.kv_tokens
+    _check_load(parser, options)
     sizes = args.page_size or [small_page_size(max_len, cache_device)]
     sizes = list(dict.fromkeys(max_len if size == "max" else size for size in sizes))
     if max(sizes) > max_len:
@@ -333,7 +320,7 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     requests = args.requests or REQUESTS[args.command].pick(args.device)
     if args.command == "capacity" and not args.requests:
         requests = max(requests, options.fewest_requests)
-    if not is_elsewhere:
+    if not is_simulated:
         model = resolve_model(model, gpu_preset="llama3-8b", gpu_bytes=75e9)
     return replace(
         options,
@@ -345,20 +332,18 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     )
 
 
-def _check_machine(parser: OptionParser, args: Namespace, is_elsewhere: bool) -> None:
+def _check_machine(parser: OptionParser, args: Namespace, is_simulated: bool) -> None:
     """Exit with a message if an option goes only with a simulated device, or only without."""
-    if args.model and is_elsewhere:
+    if args.model and is_simulated:
         parser.error(f"--model {args.model}: a simulated device takes --preset {args.model}")
-    if args.preset is None and is_elsewhere:
+    if args.preset is None and is_simulated:
         parser.error(f"--simulate {args.simulate}: needs --preset, from {', '.join(GEOMETRIES)}")
-    for name in ONLY_REAL if is_elsewhere else ONLY_SIMULATED:
+    for name in ONLY_REAL if is_simulated else ONLY_SIMULATED:
         if getattr(args, name) != parser.get_default(name):
-            goes = "does not go" if is_elsewhere else "goes only"
+            goes = "does not go" if is_simulated else "goes only"
             parser.error(f"--{name.replace('_', '-')}: {goes} with --simulate DEVICE")
     if args.pools and (args.pp > 1 or args.replicas > 1):
         parser.error("--pools: goes without --pp and --replicas: there are as many replicas")
-    if args.simulate == THIS and args.tp * args.pp > 1:
-        parser.error(f"--tp, --pp: do not go with --simulate {THIS}; see bench.py pipeline")
 
 
 def _simulated_kv_tokens(parser: OptionParser, options: ServeOptions) -> int:
@@ -377,7 +362,7 @@ def _simulated_kv_tokens(parser: OptionParser, options: ServeOptions) -> int:
     return kv_tokens
 
 
-def check_load(parser: OptionParser, options: LoadOptions) -> None:
+def _check_load(parser: OptionParser, options: ServeOptions) -> None:
     """Exit with a message if the options of a load make no sense together."""
     prefix = options.shared_prefix[0]
     max_len = options.max_len

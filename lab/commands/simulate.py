@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 
 INTRODUCTION = """\
 Simulated, with the constants in devices.py. Claims as in the papers:
-S is SARATHI, SS is Sarathi-Serve, B a post on schedulers; F a figure, T a table.
+S is SARATHI, SS is Sarathi-Serve, D DistServe, B a post on schedulers; F a figure, T a table.
 """
 
 
@@ -61,16 +61,6 @@ def names_from(allowed: Collection[str]) -> Callable[[str], list[str]]:
         return names
 
     return parse_names
-
-
-def processes_option(help: str) -> Any:
-    """The option --processes."""
-    return option(
-        help,
-        type=whole(minimum=1, maximum=256),
-        default=os.cpu_count() or 1,
-        default_text="the number of cores",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +84,12 @@ class SimulateOptions:
         type=number(minimum=0, maximum=1e6),
         default=0.0,
     )
-    processes: int = processes_option("simulate so many at once")
+    processes: int = option(
+        "simulate so many at once",
+        type=whole(minimum=1, maximum=256),
+        default=os.cpu_count() or 1,
+        default_text="the number of cores",
+    )
     plot: str | None = plot_option(
         "draw each claim: p.png makes p-SS-F8.png, p-S-T4.png and others"
     )

@@ -110,14 +110,12 @@ def serve(
     *,
     progress: Callable[[], object] = no_progress,
     recorder: Recorder | None = None,
-    before_start: Callable[[Engine], object] | None = None,
     now: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Run:
     """Serve `arrivals` with `prompts` by an engine of `config`, in real time.
 
-    `progress` and `recorder`: see LoadRun. `before_start` is called with the engine when it is warm
-    and the clock has not started. `now` and `sleep` are the time that the run lives in."""
+    `progress` and `recorder`: see LoadRun. `now` and `sleep` are the time that the run lives in."""
     gc.collect()  # frees the cache of the engine before
     clock = Clock(now)
     engine = engine_for(model)(model, config, clock=clock)
@@ -127,8 +125,6 @@ def serve(
     gc.collect()
     gc.freeze()  # so that no pause of the run grows with what Python held before
     try:
-        if before_start:
-            before_start(engine)
         clock.set(0.0)
         return load.run()
     finally:

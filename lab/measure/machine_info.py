@@ -20,7 +20,7 @@ from runtime.packed_linear import count_parameters
 
 @dataclass(frozen=True, kw_only=True)
 class MachineInfo:
-    """What is known of a machine that is simulated, or known by its address; and of any other."""
+    """What is known of a machine, simulated or real."""
 
     device: str  # the name of the CPU or GPUs
     model: str  # a preset or a checkpoint

@@ -26,26 +26,17 @@ class Beside(NamedTuple):
 Panels = Mapping[str, Mapping[str, Beside]]  # {label of the axis: {name of the row: numbers}}
 
 
-def plot_bars(
-    panels: Mapping[str, Mapping[str, float]],
-    title: str,
-    file: str | Path,
-    machine: Mapping[str, object] | None = None,
-    columns: int = 0,
-) -> Figure:
-    """Draw a panel for each of `panels`, {its quantity: {name: number}}, and write the picture to
-    `file`. Shorter is not always better: the quantities say what a bar is. There are so many
-    columns, and the panels of a row have the same names and scale; with 0 columns each panel has
-    its own, and a scale of its own."""
+def plot_bars(panels: Mapping[str, Mapping[str, float]], title: str, file: str | Path) -> Figure:
+    """Draw a panel for each of `panels`, {its quantity: {name: number}}, side by side, and write
+    the picture to `file`. Shorter is not always better: the quantities say what a bar is."""
     ours = {
         quantity: {name: Beside(number, None) for name, number in numbers.items()}
         for quantity, numbers in panels.items()
     }
-    has_scale = columns > 0
-    columns = columns or len(panels)
+    columns = len(panels)
     figure = style.new_figure(0.4 + sum(heights_of(ours, columns)))
-    draw_beside_published(figure, ours, "", columns, has_scale=has_scale)
-    return style.finish(figure, title, file, machine)
+    draw_beside_published(figure, ours, "", columns)
+    return style.finish(figure, title, file)
 
 
 def plot_beside_published(
@@ -70,20 +61,13 @@ def heights_of(panels: Panels, columns: int = 1) -> list[float]:
 
 
 def draw_beside_published(
-    figure: FigureBase,
-    panels: Panels,
-    ours: str = "here",
-    columns: int = 1,
-    *,
-    has_scale: bool = False,
+    figure: FigureBase, panels: Panels, ours: str = "here", columns: int = 1
 ) -> None:
-    """Draw the panels in so many columns, those of a row with one scale if it `has_scale`. The
-    legend calls our numbers `ours`; "": no legend."""
+    """Draw the panels in so many columns. The legend calls our numbers `ours`; "": no legend."""
     heights = heights_of(panels, columns)
     axes = figure.subplots(
         len(heights),
         columns,
-        sharex="row" if has_scale else False,
         sharey="row",
         squeeze=False,
         height_ratios=heights,

@@ -39,13 +39,11 @@ def plot_pipeline(
     bubbles: Mapping[str, Bubbles],
     title: str,
     file: str | Path,
-    machine: Mapping[str, object] | None = None,
-    end_label: str = "makespan",
 ) -> Figure:
     """Draw when the stages of pipelines worked and when they waited, and write it to `file`.
 
     A stage has a lane, and a batch a box (SARATHI, Figures 1 and 5; Sarathi-Serve, Figure 8).
-    Pipelines and their bubbles have the same names. `end_label` names the time of the last end."""
+    Pipelines and their bubbles have the same names."""
     stage_runs = [run for runs in pipelines.values() for run in runs]
     stages = 1 + max(run.stage for run in stage_runs)
     end = 1.01 * max(run.end for run in stage_runs)
@@ -60,7 +58,7 @@ def plot_pipeline(
         for run in runs:
             _draw_batch(axis, run, width=LANE_WIDTH * (run.end - run.start) / end)
         last_end = max(run.end for run in runs)
-        heading = f"{end_label} {style.duration(last_end)}; bubbles of all stages"
+        heading = f"makespan {style.duration(last_end)}; bubbles of all stages"
         for kind in PLACES:
             waits = [run for run, bubble_kind in bubbles[name] if bubble_kind == kind]
             heading += f", {kind} {style.duration(sum(run.bubble for run in waits))}"
@@ -76,7 +74,7 @@ def plot_pipeline(
     handles = [Patch(color=color, label=label) for color, label in LEGEND.items()]
     handles.append(Patch(**style.BUBBLE, label="bubble: the stage waits"))
     figure.legend(handles=handles, ncols=3, **style.LEGEND_BELOW)
-    return style.finish(figure, f"{title}\n{EXPLANATION}", file, machine)
+    return style.finish(figure, f"{title}\n{EXPLANATION}", file)
 
 
 def _draw_batch(axis: Axes, run: StageRun, width: float) -> None:

