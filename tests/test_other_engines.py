@@ -117,7 +117,8 @@ LOADS = {
 
 @pytest.mark.parametrize("words", LOADS)
 def test_two_full_batches_are_a_load_unless_others_are_asked_for(words, parse):
-    assert parse(words).load == LOADS[words]
+    options = parse(words)
+    assert options.load(options.requests or 2 * options.batch) == LOADS[words]
 
 
 WRONG = {

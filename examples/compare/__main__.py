@@ -38,8 +38,6 @@ from lab.measure.offline_load import OfflineLoad
 from model import GPTConfig
 from pretrained import checkpoints
 
-ALL_LAYERS_S = 200  # fewer layers if all engines would take longer, on a CPU
-
 
 def engines(text: str) -> dict[str, str]:
     """The type of --against: {engine: the Python that has its packages}."""
@@ -75,16 +73,16 @@ def parse_args(argv: Sequence[str] | None) -> CompareOptions:
     """The options, checked: the engines, and the load of `offline`. Exits with a message for random
     weights that cannot be saved."""
     parser = OptionParser(prog="python -m examples.compare", description="Other engines, in turns.")
-    left_out = ("policies", "plot", "html", "explain")
+    left_out = ("policies", "plot", "html")
     parser.add_fields(CompareOptions, left_out, requests="2 B")
-    add_layers_option(parser, "all; on a CPU that would take minutes, fewer")
+    add_layers_option(parser)
     add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
     parser.set_defaults(command="compare", policies=list(OUR_POLICIES))
-    parser.set_defaults(plot=None, html=None, explain=False)
+    parser.set_defaults(plot=None, html=None)
     args = parser.parse_args(argv)
-    args.requests = args.requests or 2 * args.batch
-    options = CompareOptions(**vars(offline.resolve(parser, args)), against=args.against)
-    model = options.model
+    resolved = offline.resolve(parser, args)
+    model = replace(resolved.model, layers=args.layers)
+    options = CompareOptions(**vars(resolved) | {"model": model}, against=args.against)
     if not model.model and not can_save_random(GPTConfig.preset(model.name)):
         parser.error(f"--against: random weights like those of {model.name} cannot be saved")
     return options
@@ -94,16 +92,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Compare, print and write; what there is when it is interrupted, too."""
     options = parse_args(argv)
     began = time.perf_counter()
-    load = options.load
-    # each engine, with two policies or so, serves a batch to warm up and then all requests in turns
-    served = load.batch + REPEATS * requests_served(load)
-    tokens = (1 + len(options.against)) * len(OUR_POLICIES) * served * load.seq_len
-    cut = offline.affordable_layers(options, tokens, ALL_LAYERS_S)
+    load = options.load(options.requests or 2 * options.batch)
     interrupt = None
     with TemporaryDirectory() as folder:
-        model_options = with_checkpoint(cut, load.seq_len, folder)
+        model_options = with_checkpoint(options.model, load.seq_len, folder)
         model = load_model(model_options, load.seq_len, positions_from="--seq-len")
-        machine = measure_machine(model, cut.title, options.chunk)
+        machine = measure_machine(model, options.model.title, options.chunk)
         print(machine.heading())
         try:
             results = compare_engines(
