@@ -1,69 +1,78 @@
-"""nanosarathi.ipynb runs top to bottom, and shows what it says."""
+"""nanosarathi.ipynb runs top to bottom, shows what it says, and its saved outputs are its own."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import nbformat
 import pytest
-import torch
 from nbclient import NotebookClient
-
-from examples.compare.engines import save_random
-from model import GPTConfig
-from tests.test_tokenizers import byte_level_tokenizer
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "nanosarathi.ipynb"
-
-
-def save_tiny_checkpoint(folder):
-    """A checkpoint of random weights with a tokenizer and a chat template."""
-    tokenizer = byte_level_tokenizer()
-    config = replace(GPTConfig.preset("llama-tiny"), vocab_size=tokenizer.get_vocab_size())
-    save_random(config, folder, 0, torch.float32)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+READERS_POLICY = "class Mine: ...\n"
+VALUES = """
+import json
+from lab.measure.metrics import percentiles
+longest = {name: percentiles(g for c in run.completions for g in c.tbt).max
+           for name, run in runs.items()}
+broken_rule = violation and violation.rule
+print(json.dumps([batches, list(equal.values()), longest, broken_rule, results]))
+"""
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory):
-    """The outputs of each code cell, with a tiny model in the place of the real one."""
+def saved():
+    """The notebook as it is saved."""
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder as a clone, with a policy of the reader's; what the notebook writes stays there."""
     folder = tmp_path_factory.mktemp("notebook")
-    save_tiny_checkpoint(folder)
-    for path in ROOT.iterdir():  # as in a clone, but what it writes stays here
+    for path in ROOT.iterdir():
         if not path.name.startswith(".") and path.name != "my_policy.py":
             (folder / path.name).symlink_to(path)
+    (folder / "my_policy.py").write_text(READERS_POLICY)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def executed(folder):
+    """The notebook, executed there, and after its last cell one that prints VALUES."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    for cell in notebook.cells:
-        cell.source = cell.source.replace('"smollm2"', repr(str(folder)))
-    client = NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(folder)}})
-    client.execute()
-    return [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    notebook.cells.append(nbformat.v4.new_code_cell(VALUES))
+    resources = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=250, coalesce_streams=True, resources=resources).execute()
+    return notebook
 
 
-def kinds(cell):
-    """The MIME types of a cell's outputs."""
-    return {kind for output in cell for kind in output.get("data", {})}
-
-
-def test_it_is_short_and_has_no_old_outputs():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    nbformat.validate(notebook)
-    assert len(notebook.cells) <= 10
-    assert not any(cell.get("outputs") for cell in notebook.cells)
-
-
-def test_it_draws_a_hybrid_batch_the_stall_and_a_policy_of_ones_own(outputs):
-    install, batch, stall, policy, schedules = outputs
-    assert not kinds(install)
-    assert batch[0].text.splitlines() == [
-        "request 0: decode, tokens 10 to 10",
-        "request 1: decode, tokens 14 to 14",
-        "request 2: chunk, tokens 0 to 29",
+def outputs(notebook):
+    """The outputs of each code cell: what it printed, and the MIME types of what it drew."""
+    return [
+        [output.get("text") or sorted(output.data) for output in cell.outputs]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
     ]
-    assert "image/png" in kinds(batch) and "image/svg+xml" in kinds(stall)
-    text = "".join(output.text for output in stall if output.output_type == "stream")
-    assert "\nvllm: longest freeze " in text and "\nsarathi-serve: longest freeze " in text
-    assert "my_policy.py" in policy[0].text and "image/png" in kinds(schedules)
+
+
+def test_its_saved_outputs_are_those_of_its_cells(saved, executed):
+    nbformat.validate(saved)
+    assert outputs(saved) == outputs(executed)[:-1]
+
+
+def test_it_shows_a_hybrid_batch_equality_a_stall_and_a_policy_of_ones_own(executed):
+    batches, equal, longest, broken_rule, results = json.loads(executed.cells[-1].outputs[0].text)
+    assert batches[0] == [[0, 0, 10, False], [1, 0, 14, False]]
+    assert batches[1] == [[0, 10, 1, True], [1, 14, 1, True], [2, 0, 30, False]]
+    assert equal == [True] * 4
+    assert longest["vllm"] > 0.1 > 0.05 > longest["sarathi-serve"]
+    assert broken_rule is None
+    ttft_p50, _, tbt_p99, _ = zip(*results.values(), strict=True)
+    assert tbt_p99[0] > tbt_p99[1] > tbt_p99[2] and ttft_p50[2] > ttft_p50[1]
+
+
+def test_it_leaves_a_readers_policy_alone_and_writes_no_other(folder, executed):
+    assert (folder / "my_policy.py").read_text() == READERS_POLICY
+    names = {path.name for path in folder.glob("*.py")}
+    assert names == {path.name for path in ROOT.glob("*.py")} | {"my_policy.py"}
