@@ -131,7 +131,6 @@ def test_capacity_prints_and_writes_everything(tmp_path, run, plots, monkeypatch
 
 FEW = [  # options, the fewest requests
     ("--batch 4 --requests 15", 16),
-    ("--batch 3 --requests 8 --turns 3 --page-size 8", 12),  # chats count, not their turns
     ("--simulate a100-80gb --preset llama3-8b --batch 3 --pp 2 --replicas 2 --requests 47", 48),
     ("--batch 4 --trace TRACE", 16),
 ]
@@ -179,9 +178,8 @@ def test_bounds_are_kept_in_capacities_their_ratios_and_the_conclusion(capsys):
         "sarathi-serve": a_search([6.0, 9.0]),
         "dynamic": a_search([7.0], [7.2], missed="the queue grew"),
     }
-    print_capacities(searches, "chats/s")
+    print_capacities(searches)
     text = capsys.readouterr().out
-    assert "| capacity in chats/s |" in text
     assert rows_of(text) == [
         ("2.00", "1.00x"),
         ("below 0.50", "below 0.25x"),
@@ -189,10 +187,10 @@ def test_bounds_are_kept_in_capacities_their_ratios_and_the_conclusion(capsys):
         ("7.00", "3.50x"),
     ]
     results = {name: search_json(search) for name, search in searches.items()}
-    report = dict(results=results, slo_s=0.3, slo_busy=False, unit="chats/s")
+    report = dict(results=results, slo_s=0.3, slo_busy=False)
     assert conclude(report).replace("\n", " ") == (
-        "Capacity in chats/s with P99 TBT up to 0.300 s: 2.00 under vllm, below 0.50 under orca, "
-        "at least 9.00 under sarathi-serve, 7.00 under dynamic. Higher rates fail under "
+        "Capacity in requests/s with P99 TBT up to 0.300 s: 2.00 under vllm, below 0.50 under "
+        "orca, at least 9.00 under sarathi-serve, 7.00 under dynamic. Higher rates fail under "
         "vllm (P99 TBT of 3 s), orca (P99 TBT of 3 s), dynamic (the queue grew)."
     )
     results["dynamic"]["busy"] = True
@@ -306,24 +304,6 @@ def test_serve_compares_runs_with_and_without_prefix_caching(tmp_path, capsys):
     assert text.count("|    56% |") == 2 and "; pages of 64 tokens; shared: by prompts" in text
 
 
-def test_chats_are_served_and_find_their_own_past(tmp_path, run):
-    """A prefix of 8 and 12 + 8 tokens, then 12 more. Three pages of 8 stay of the first turn, one
-    of them half of its answer."""
-    load = "--requests 3 --qps 30 --policies sarathi-serve --lengths 24+16 --kv-tokens 1024"
-    load += f" --turns 2 --shared-prefix 8:1 --slo 50 --csv {tmp_path}/c.csv"
-    text, _ = run("serve", load)
-    assert "load: 3 chats of 24+16 tokens of up to 2 turns, 1 s after each answer, each af" in text
-    assert "at 30 a second" in text and "\nsarathi-serve, shared: 30.000 chats/s, P50" in text
-    rows = csv_rows(tmp_path / "c.csv")
-    lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
-    assert lengths == [*[(20, 8)] * 3, *[(40, 8)] * 3] * 2
-    for first, second in zip(rows[:3], rows[3:6], strict=True):
-        answered = float(first["arrival"]) + float(first["latency_s"])
-        assert float(second["arrival"]) == pytest.approx(answered + 1.0)
-    cached = [int(row["cached_tokens"]) for row in rows]
-    assert cached[:6] == [0] * 6 and cached[9:] == [24] * 3
-
-
 def test_a_long_prompt_comes_before_all_others():
     at_rate, _ = make_workload(
         parse("serve", "--lengths=50+7, 4+5", "--requests=3", "--long-prompt=900")
@@ -372,7 +352,11 @@ def test_pages_are_small_unless_others_are_asked_for(words, page_sizes):
 
 @pytest.mark.parametrize(
     "words, runs",
-    [("", [False]), ("--turns 2", [False, True]), ("--prefix-caching on", [True])],
+    [
+        ("", [False]),
+        ("--shared-prefix 20:2", [False, True]),
+        ("--prefix-caching on", [True]),
+    ],
 )
 def test_prefix_caching_is_compared_where_prompts_begin_alike(words, runs):
     assert parse("serve", *words.split()).prefix_caching == runs

@@ -42,7 +42,7 @@ def describe_load(options: ServeOptions, load: str, arrivals: Sequence[Arrival])
     rate = ""
     span = ""
     if options.command == "serve":
-        last = max(arrival.time for arrival in arrivals if arrival.follows is None)
+        last = max(arrival.time for arrival in arrivals)
         rate = " at its own rate"
         span = f"; the last comes after {last:,.0f} s"
     if options.qps:
@@ -73,9 +73,9 @@ def format_sizes(machine: Machine, options: ServeOptions, report: Mapping[str, A
     )
 
 
-def format_point(name: str, qps: float | None, judged: JudgedRun, unit: str) -> str:
+def format_point(name: str, qps: float | None, judged: JudgedRun) -> str:
     """A run in a line, for when it has ended."""
-    rate = "" if qps is None else f"{qps:.3f} {unit}, "
+    rate = "" if qps is None else f"{qps:.3f} requests/s, "
     times = {
         "P50 TTFT": judged.p50_ttft_s,
         "P99 TBT": judged.p99_tbt_s,
@@ -135,8 +135,8 @@ def print_runs(runs: Mapping[str, JudgedRun], ttft_slo_s: float, tbt_slo_s: floa
         print(LINK_NOTE, end="\n\n")
 
 
-def print_capacities(searches: Mapping[str, SearchResult[JudgedRun]], unit: str) -> None:
-    """Print the table of `capacity`, rates in `unit`."""
+def print_capacities(searches: Mapping[str, SearchResult[JudgedRun]]) -> None:
+    """Print the table of `capacity`."""
     has_link = any(search.best and search.best.verdict.link for search in searches.values())
     vllm = searches.get("vllm")
     rows: dict[str, list[Cell]] = {}
@@ -148,7 +148,7 @@ def print_capacities(searches: Mapping[str, SearchResult[JudgedRun]], unit: str)
             gain = capacity.Bounded(1.0)
         best = search.best.verdict if search.best else None  # the run at the capacity
         row: list[Cell] = [
-            (f"capacity in {unit}", search.capacity_qps, ",.2f"),
+            ("capacity in requests/s", search.capacity_qps, ",.2f"),
             ("relative to vllm", gain, ",.2fx"),
             ("P50 TTFT s", best and best.p50_ttft_s, ",.2f"),
             ("P99 TBT s", best and best.p99_tbt_s, ",.3f"),
@@ -200,7 +200,7 @@ def conclude(report: Mapping[str, Any]) -> str:
         text += f"; not met by {', '.join(missed)}." if missed else "."
     else:
         rates = [f"{row['capacity_qps']:,.2f} under {name}" for name, row in sure.items()]
-        text = f"Capacity in {report['unit']} with P99 TBT up to {slo_s}: {', '.join(rates)}."
+        text = f"Capacity in requests/s with P99 TBT up to {slo_s}: {', '.join(rates)}."
         if missed:
             text += f" Higher rates fail under {', '.join(missed)}."
     return textwrap.fill(text, 100, break_on_hyphens=False)

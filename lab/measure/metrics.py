@@ -134,25 +134,21 @@ def served_rate(completions: Sequence[Completion]) -> float | None:
     return ratio(served, last - first)
 
 
-def summarize_queue(
-    completions: Sequence[Completion], offered_per_s: float | None = None
-) -> QueueSummary:
+def summarize_queue(completions: Sequence[Completion]) -> QueueSummary:
     """Find out whether the queue grew: whether delays became longer, and more requests arrive than
     the server can do.
 
     Delays became longer if the last quarter of the requests waited longer than the second, in the
-    median. The rate of arrivals is counted, or is `offered_per_s` where arrivals wait for answers.
-    What the server can do is the rate at which it schedules requests while others wait. That is
-    counted if half of the requests wait, and not in the first quarter, where few decode yet.
-
-    `served_per_s` is for loads whose arrivals do not wait for answers."""
+    median. What the server can do is the rate at which it schedules requests while others wait.
+    That is counted if half of the requests wait, and not in the first quarter, where few decode
+    yet."""
     scheduled = sorted((c.arrival, c.scheduled) for c in completions if c.scheduled is not None)
     quarter = len(scheduled) // 4
     delays = [start - arrival for arrival, start in scheduled]
     early = percentiles(delays[quarter : 2 * quarter]).p50
     late = percentiles(delays[-quarter:]).p50
     arrivals, starts = np.sort(np.reshape(scheduled, (-1, 2)), axis=0).T  # (requests,), in order
-    arrived_per_s = offered_per_s or ratio(len(scheduled) - 1, np.diff(arrivals).sum())
+    arrived_per_s = ratio(len(scheduled) - 1, np.diff(arrivals).sum())
     # whether the next request is there already when one is scheduled
     waits = (arrivals[1:] <= starts[:-1])[quarter:]
     scheduled_per_s = None
@@ -165,7 +161,7 @@ def summarize_queue(
         last_quarter_s=late,
         arrived_per_s=arrived_per_s,
         scheduled_per_s=scheduled_per_s,
-        served_per_s=None if offered_per_s else served_rate(completions),
+        served_per_s=served_rate(completions),
         grew=overloaded and slower,
     )
 
@@ -277,7 +273,6 @@ def summarize_run(
     iterations: Sequence[Iteration],
     seconds: float,
     tbt_slo_s: float | None = None,
-    offered_per_s: float | None = None,
 ) -> RunSummary:
     """Summarize a run of so many seconds: latencies, stalls, and what its batches were made of.
     Without `iterations` it is what the requests tell."""
@@ -298,7 +293,7 @@ def summarize_run(
         ttft_s=percentiles(c.ttft for c in completions),
         tbt_s=percentiles(gap for c in completions for gap in c.tbt),
         scheduling_delay_s=percentiles(c.scheduling_delay for c in completions),
-        queue=summarize_queue(completions, offered_per_s),
+        queue=summarize_queue(completions),
         latency_s=percentiles(c.latency for c in finished),
         tokens_per_s=ratio(served_tokens, seconds),
         preemptions=sum(c.preemptions for c in scheduled) if count else None,
@@ -397,14 +392,14 @@ def missed(summary: RunSummary, tbt_slo_s: float, *, rate_counts: bool = True) -
     if median_delay_s > MAX_DELAY_S:
         failures.append(f"median delay of {median_delay_s:,.2f} s")
     queue = summary.queue
-    offered_per_s = queue.arrived_per_s or 0.0
+    arrived_per_s = queue.arrived_per_s or 0.0
     served_per_s = queue.served_per_s if rate_counts else None
-    if served_per_s is not None and served_per_s < SERVED * offered_per_s:
-        rates = f"{served_per_s:,.3g} of {offered_per_s:,.3g}"
+    if served_per_s is not None and served_per_s < SERVED * arrived_per_s:
+        rates = f"{served_per_s:,.3g} of {arrived_per_s:,.3g}"
         failures.append(f"{rates} requests a second served")
     if queue.grew:
         failures.append(
-            f"the queue grew: {offered_per_s:,.3g} requests a second arrive, "
+            f"the queue grew: {arrived_per_s:,.3g} requests a second arrive, "
             f"{queue.scheduled_per_s:,.3g} are scheduled"
         )
     return ", ".join(failures)
