@@ -16,7 +16,6 @@ from lab.measure.metrics import (
     find_stalls,
     missed,
     percentiles,
-    request_rows,
     summarize_queue,
     summarize_run,
 )
@@ -196,9 +195,6 @@ def test_metrics_of_iterations_are_unknown_without_iterations():
     assert (summary.ttft_s, summary.tbt_s) == (known.ttft_s, known.tbt_s)
     quiet = summarize_run(completions, iterations[:1], 8.0)
     assert quiet.longest_stall_s == quiet.stalls.count == 0
-    columns = ("beside_prefill", "stalls", "longest_stall_s", "caused_by", *names[:3])
-    for row in request_rows(completions, [], 1.0):
-        assert {row[column] for column in columns} == {None}
 
 
 def test_the_cached_share_is_relative_to_the_prompt_tokens():
@@ -211,29 +207,12 @@ def test_the_cached_share_is_relative_to_the_prompt_tokens():
         a_completion(2, 10, 0.0, "abort"),  # which waited
     ]
     summary = summarize_run(completions, iterations, 2.0)
-    rows = request_rows(completions, iterations, 0.5)
-    assert summary.cached_tokens == 20 and [row["cached_tokens"] for row in rows] == [0, 20, 0]
+    assert summary.cached_tokens == 20
     assert summary.cached == pytest.approx(20 / (10 + 10 + 13))
 
 
-def test_each_request_has_a_row_with_its_own_numbers():
+def test_a_summary_is_json():
     completions, iterations = three_requests()
-    rows = list(request_rows(completions, iterations, 0.5))
-    assert rows[1] == pytest.approx({
-        "request_id": 1, "class": "normal", "arrival": 1.0, "prompt_tokens": 8, "output_tokens": 6,
-        "finish_reason": "stop", "scheduling_delay_s": 0.25, "ttft_s": 2.25, "p50_tbt_s": 0.5,
-        "p99_tbt_s": 0.75 + 0.96 * 0.5, "max_tbt_s": 1.25, "latency_s": 5.25,
-        "beside_prefill": 2, "stalls": 1, "longest_stall_s": 0.75, "caused_by": 2,
-        "preemptions": 1, "recomputed_tokens": 11, "cached_tokens": 0,
-    })  # fmt: skip
-    blamed = [(row["request_id"], row["beside_prefill"], row["caused_by"]) for row in rows]
-    assert blamed == [(0, 3, 1), (1, 2, 2), (2, 1, 1), (3, 0, None)]
-    assert rows[2]["latency_s"] is None  # aborted: its last token was not its end
-    assert list(rows[3].values()) == [
-        *(3, "normal", 5.5, 6, 0, None),
-        *[None] * 6,  # what it never had
-        *(0, 0, None, None, 0, 0, 0),
-    ]
     queue = summarize_queue(one_server([1.0] * 40, [1.1] * 40))
     json.dumps([summarize_run(completions, iterations, 8.0), queue], allow_nan=False, default=plain)
 

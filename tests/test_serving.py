@@ -1,6 +1,5 @@
 """`bench.py serve` and `capacity`: what they print, write and refuse. No timing is asserted."""
 
-import csv
 import json
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ from lab.measure.run_loop import Run
 from lab.measure.timing import TOO_BUSY
 from lab.measure.workload import Arrival, poisson, sample_lengths
 from lab.pictures import timelines
+from policies.priority import PRIORITIES
 from tests.helpers import machine_info
 
 SIZES = "--preset llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16 --batch 4"
@@ -67,28 +67,16 @@ def run(tmp_path, capsys):
     return run_command
 
 
-def csv_rows(file):
-    """The rows of a CSV file as dicts."""
-    return list(csv.DictReader(file.read_text().splitlines()))
-
-
 def test_serve_prints_and_writes_everything(tmp_path, run, plots):
     names = ["hybrid-only", "chunked-only", "sarathi-serve:8"]
-    files = {option: tmp_path / f"run.{option}" for option in ("csv", "png", "html")}
+    files = {option: tmp_path / f"run.{option}" for option in ("png", "html")}
     words = f"--requests 5 --qps 30 --classes low=2,normal=3 --policies {','.join(names)} "
-    words += "--csv {csv} --plot {png} --html {html}".format(**files)
+    words += "--plot {png} --html {html}".format(**files)
     text, report = run("serve", words)
     heading = "llama-tiny|batch 32, context 32|64 tokens of KV cache|30 a second|strict, 5 of these"
     assert all(part in text for part in heading.split("|"))
     assert report["options"]["seed"] == 0 and report["machine"]["model"] == "llama-tiny"
     assert report["slo_s"] == pytest.approx(5 * report["base"]["seconds"])
-    rows = csv_rows(files["csv"])
-    arrivals = poisson(sample_lengths("sharegpt4", 5, 64, 0), 30.0, 0)
-    lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
-    assert [float(row["arrival"]) for row in rows] == 3 * [arrival.time for arrival in arrivals]
-    assert lengths == 3 * [arrival[1:3] for arrival in arrivals]
-    assert [row["policy"] for row in rows] == [name for name in names for _ in arrivals]
-    assert {row["class"] for row in rows} == {"normal", "low"}
     assert list(report["runs"]) == names
     for name, row in report["runs"].items():
         assert row["finished"] == 5 and 0 < row["own_fraction"] < 1
@@ -96,14 +84,18 @@ def test_serve_prints_and_writes_everything(tmp_path, run, plots):
         point = f"\n{name}: 30.000 requests/s, P50 TTFT {row['ttft_s']['p50']:.3f} s"
         assert text.count(point) == 1
     assert report["runs"]["chunked-only"]["hybrid"] == 0 and report["conclusion"] in text
-    written = [f"wrote {tmp_path}/report.json", f"wrote {files['csv']}", f"wrote {files['png']}"]
+    written = [f"wrote {tmp_path}/report.json", f"wrote {files['png']}"]
     page = files["html"]
-    assert text.splitlines()[-4:] == [*written, f"wrote {page}, open {page.as_uri()}"]
+    assert text.splitlines()[-3:] == [*written, f"wrote {page}, open {page.as_uri()}"]
     assert all(f'"name": "{name}"' in page.read_text() for name in names)
     ((name, (runs, machine, file, slo_s)),) = plots
     assert name == "plot_serving" and slo_s == report["slo_s"]
     assert list(runs) == names and file == str(files["png"]) and machine["threads"]
-    assert all(len(run.completions) == 5 and run.iterations for run in runs.values())
+    arrivals = poisson(sample_lengths("sharegpt4", 5, 64, 0), 30.0, 0)
+    for run in runs.values():
+        served = [(c.arrival, len(c.prompt), len(c.tokens)) for c in run.completions]
+        assert served == [arrival[:3] for arrival in arrivals] and run.iterations
+        assert {PRIORITIES[c.priority] for c in run.completions} == {"normal", "low"}
 
 
 def test_capacity_prints_and_writes_everything(tmp_path, run, plots, monkeypatch):
@@ -247,16 +239,15 @@ def test_an_interrupt_keeps_what_there_is(tmp_path, run, monkeypatch, plots):
         return step(load)
 
     monkeypatch.setattr(run_loop.LoadRun, "step", interrupted)
-    words = f"{SERVE} --slo 50 --csv {tmp_path}/i.csv --plot {tmp_path}/i.png"
+    words = f"{SERVE} --slo 50 --plot {tmp_path}/i.png"
     text, report = run("serve", words, interrupted=True)
     assert [list(runs) for runs in served] == [[], ["vllm"]]
     assert [row["cut_short"] for row in report["runs"].values()] == [None, "interrupted"]
-    rows = csv_rows(tmp_path / "i.csv")
-    assert [row["policy"] for row in rows][:5] == ["vllm"] * 4 + ["orca"]
-    assert {row["finish_reason"] for row in rows[:4]} == {"length"} and "abort" in str(rows[4:])
+    vllm, orca = ([c.finish_reason for c in run.completions] for run in plots[0][1][0].values())
+    assert vllm == ["length"] * 4 and "abort" in orca
     assert "\ninterrupted: " in text and text.count("| orca (cut short) ") == 2
     assert "orca" not in report["conclusion"] and report["conclusion"] in text
-    assert text.count("\nwrote ") == 3 and list(plots[0][1][0]) == ["vllm", "orca"]
+    assert text.count("\nwrote ") == 2 and list(plots[0][1][0]) == ["vllm", "orca"]
 
 
 def test_an_interrupted_search_keeps_its_points(tmp_path, run, monkeypatch, plots):

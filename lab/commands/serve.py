@@ -33,7 +33,6 @@ from lab.commands.serve_report import (
     format_sizes,
     print_capacities,
     print_runs,
-    requests_csv,
     run_json,
     search_json,
 )
@@ -230,10 +229,7 @@ def compare_runs(comparison: Comparison) -> None:
         heading = comparison.machine.heading()
         write_text(file, page(report["load"], heading, recorders, slo_s=slo_s))
 
-    def write_csv(file: str) -> None:
-        write_text(file, requests_csv(runs, slo_s))
-
-    with reporting(options, report, show, csv=write_csv, plot=draw, html=write_page):
+    with reporting(options, report, show, plot=draw, html=write_page):
         for name in comparison.servers:
             if options.html:
                 recorders[name] = Recorder()

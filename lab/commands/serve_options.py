@@ -106,7 +106,7 @@ class ServeOptions:
         "one more request, the first, has so many prompt tokens", type=whole(minimum=1)
     )
     classes: dict[str, float] = option(  # class -> its share of the requests
-        "shares of the classes of `priority`, as in realtime=1,normal=4,low=5; see --csv",
+        "shares of the classes of `priority`, as in realtime=1,normal=4,low=5",
         type=class_shares,
         default="normal=1",
     )
@@ -146,7 +146,6 @@ class ServeOptions:
     )
     seed: int  # of lengths, arrivals and prompts
     plot: str | None = plot_option("draw latencies and timelines")
-    csv: str | None = file_option("write a row for each request and policy")
     html: str | None = file_option("write a page to step through what was decided, and why")
     json: str | None = json_option()
     prefix_caching: list[bool] = option(  # one run each
@@ -260,7 +259,6 @@ ONLY_SERVE = {
     "long_prompt": None,
     "classes": {"normal": 1},
     "ttft_slo": MAX_DELAY_S,
-    "csv": None,
     "html": None,
 }
 

@@ -2,8 +2,6 @@
 
 Read first: lab/measure/metrics.py, cli/tables.py. Read next: serve.py."""
 
-import csv
-import io
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -12,10 +10,9 @@ from typing import Any
 from cli.options import plain
 from cli.tables import Cell, format_table, show
 from lab.commands.serve_options import ServeOptions
-from lab.measure import capacity, metrics, timing
+from lab.measure import capacity, timing
 from lab.measure.capacity import JudgedRun, SearchResult
 from lab.measure.machine import Machine
-from lab.measure.run_loop import Run
 from lab.measure.token_budget import MAX_DELAY_S, MULTIPLES
 from lab.measure.workload import Arrival
 from policies.trial import mark_broken
@@ -204,17 +201,3 @@ def conclude(report: Mapping[str, Any]) -> str:
         if missed:
             text += f" Higher rates fail under {', '.join(missed)}."
     return textwrap.fill(text, 100, break_on_hyphens=False)
-
-
-def requests_csv(runs: Mapping[str, Run], tbt_slo_s: float) -> str:
-    """A row for each request of each run, as the text of a CSV file."""
-    rows = [
-        {"policy": name, **row}
-        for name, run in runs.items()
-        for row in metrics.request_rows(run.completions, run.iterations, tbt_slo_s)
-    ]
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, rows[0] if rows else [])
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

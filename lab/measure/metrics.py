@@ -10,16 +10,15 @@ Read next: run_loop.py."""
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from lab.measure.token_budget import MAX_DELAY_S
 from policies.observers import Iteration
-from policies.priority import PRIORITIES
 from request import Completion
 
 FINISHED = ("stop", "length")  # finish reasons of requests that got all of their output
@@ -334,43 +333,6 @@ def goodput(
         return p99_tbt_s <= tbt_slo_s
 
     return ratio(sum(map(is_good, completions)), seconds)
-
-
-def request_rows(
-    completions: Iterable[Completion], iterations: Sequence[Iteration], tbt_slo_s: float
-) -> Iterator[dict[str, Any]]:
-    """A dict for each request of a run, for csv.DictWriter: of its TBTs "beside_prefill", which
-    have others' prefill in them, "stalls" are longer than the SLO."""
-    completions = list(completions)
-    stalls_of: dict[int, list[Stall]] = defaultdict(list)
-    for stall in find_stalls(completions, iterations):
-        stalls_of[stall.request_id].append(stall)
-    for completion in completions:
-        tbt = percentiles(completion.tbt)
-        stalls = stalls_of[completion.request_id]
-        longest = longest_stall(stalls)
-        finished = completion.finish_reason in FINISHED
-        yield {
-            "request_id": completion.request_id,
-            "class": PRIORITIES[completion.priority],
-            "arrival": completion.arrival,
-            "prompt_tokens": len(completion.prompt),
-            "output_tokens": len(completion.token_times),
-            "finish_reason": completion.finish_reason,
-            "scheduling_delay_s": completion.scheduling_delay,
-            "ttft_s": completion.ttft,
-            "p50_tbt_s": tbt.p50,
-            "p99_tbt_s": tbt.p99,
-            "max_tbt_s": tbt.max,
-            "latency_s": completion.latency if finished else None,
-            "beside_prefill": len(stalls) if iterations else None,
-            "stalls": sum(s.seconds > tbt_slo_s for s in stalls) if iterations else None,
-            "longest_stall_s": longest.seconds if longest else None,
-            "caused_by": longest.caused_by if longest else None,
-            "preemptions": completion.preemptions if iterations else None,
-            "recomputed_tokens": completion.recomputed_tokens if iterations else None,
-            "cached_tokens": completion.cached_tokens if iterations else None,
-        }
 
 
 def missed(summary: RunSummary, tbt_slo_s: float, *, rate_counts: bool = True) -> str:
