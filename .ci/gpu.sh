@@ -51,7 +51,7 @@ step tests "$LIMIT" -m pytest -q -rs tests/cuda tests/test_xformers.py test_equi
 bench chunk-256 offline --chunk 256 --plot "$folder/chunk-256.png"
 bench table-2 offline --chunk 1024 --batch 4 --seq-len 1024 --requests 9 --policies request-level,sarathi
 sizes=(--batch 32 --max-len "$max_len")
-bench serve serve --requests 160 "${sizes[@]}" --plot "$folder/serve.png" --csv "$folder/serve.csv"
+bench serve serve --requests 160 "${sizes[@]}" --plot "$folder/serve.png"
 bench capacity capacity --requests 128 "${sizes[@]}" --ratio 1.2 --policies vllm,sarathi-serve --plot "$folder/capacity.png"
 batches=(1024 1024/256 6x1@1024 "250@1024 + 6x1@1024")
 bench batches batches "${batches[@]}"

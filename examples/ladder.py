@@ -31,7 +31,6 @@ FIXED = {  # options of `bench.py serve` that are none here
     "kv_link": "infiniband",
     "kv_send": "layers",
     "plot": None,
-    "csv": None,
     "html": None,
     "json": None,
 }

@@ -1,10 +1,9 @@
 """Goodput: the requests per second that met their SLOs, worked out by hand and as `serve` says."""
 
-import csv
 import json
 
 import bench
-from lab.measure.metrics import goodput
+from lab.measure.metrics import goodput, percentiles
 from request import Completion
 
 STALLED = [0.05] * 19 + [1.0]  # gaps whose mean of 0.0975 s would pass
@@ -31,20 +30,18 @@ def test_goodput_counts_finished_requests_within_both_slos():
     assert goodput([], 0.0, **slos) is None
 
 
-def test_serve_counts_goodput_by_both_options(tmp_path, capsys):
+def test_serve_counts_goodput_by_both_options(tmp_path, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("lab.pictures.timelines.plot_serving", lambda runs, *_: drawn.append(runs))
     report = tmp_path / "serve.json"
-    rows = tmp_path / "serve.csv"
     machine = "--simulate a100-80gb --preset llama3-8b --max-len 1024 --policies sarathi-serve"
     load = "--requests 60 --qps 20 --slo 0.02 --ttft-slo 0.05"
-    files = [f"--json={report}", f"--csv={rows}"]
+    files = [f"--json={report}", f"--plot={tmp_path}/serve.png"]
     bench.main(["serve", *machine.split(), *load.split(), *files])
-    with rows.open(encoding="utf-8") as file:
-        requests = list(csv.DictReader(file))
-    good = sum(
-        float(row["ttft_s"]) <= 0.05 and float(row["p99_tbt_s"] or 0) <= 0.02 for row in requests
-    )
-    ends = [float(row["arrival"]) + float(row["latency_s"]) for row in requests]
+    completions = drawn[0]["sarathi-serve"].completions
+    good = sum(c.ttft <= 0.05 and (percentiles(c.tbt).p99 or 0) <= 0.02 for c in completions)
+    end = max(c.token_times[-1] for c in completions)
     run = json.loads(report.read_text("utf-8"))["runs"]["sarathi-serve"]
-    assert 0 < good < len(requests)
-    assert run["goodput_per_s"] == good / max(ends)
-    assert f" {good / max(ends):.2f} " in capsys.readouterr().out
+    assert 0 < good < len(completions)
+    assert run["goodput_per_s"] == good / end
+    assert f" {good / end:.2f} " in capsys.readouterr().out

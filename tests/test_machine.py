@@ -1,6 +1,5 @@
 """`serve --simulate` and `capacity --simulate`: a machine that counts time."""
 
-import csv
 import json
 import re
 from collections import defaultdict
@@ -20,17 +19,20 @@ YI = f"{A100S} --preset yi-34b --tp 2".split()
 TINY = "--preset llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16 --batch 4".split()
 
 
-def rows_of(file):
-    """The rows of a CSV file."""
-    return list(csv.DictReader(file.read_text("utf-8").splitlines()))
+@pytest.fixture
+def drawn(monkeypatch):
+    """[{policy: its Run}] of each picture that was to be drawn."""
+    drawn = []
+    monkeypatch.setattr("lab.pictures.timelines.plot_serving", lambda runs, *_: drawn.append(runs))
+    return drawn
 
 
-def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeypatch):
+def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeypatch, drawn):
     monkeypatch.setattr(real_machine, "measure_machine", lambda *_: machine_info())
     load = ["--qps", "1", "--classes", "realtime=0.5", "--policies", "vllm,sarathi-serve"]
     bench.main(["serve", *TINY, "--page-size", "8", *load, "--requests", "2"])
     real = printed_tables(capsys.readouterr().out)
-    files = [f"--csv={tmp_path}/run.csv", f"--json={tmp_path}/run.json"]
+    files = [f"--plot={tmp_path}/run.png", f"--json={tmp_path}/run.json"]
     bench.main(["serve", *YI, *load, "--requests", "20", *files])
     text = capsys.readouterr().out
     report = json.loads((tmp_path / "run.json").read_text("utf-8"))
@@ -42,10 +44,10 @@ def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeyp
     assert report["base"]["seconds"] == pytest.approx(cost.seconds([(0, 4095, 1)] * 32))
     assert f"memory: {cost.kv_tokens():,} tokens of KV cache" in text
     assert A100.source in text
-    sizes = ("arrival", "prompt_tokens", "output_tokens")
-    served = [tuple(float(row[name]) for name in sizes) for row in rows_of(tmp_path / "run.csv")]
     arrivals = poisson(sample_lengths("sharegpt4", 20, 8192, 0), 1.0, 0)
-    assert served == [arrival[:3] for arrival in arrivals] * 2
+    for run in drawn[0].values():
+        served = [(c.arrival, len(c.prompt), len(c.tokens)) for c in run.completions]
+        assert served == [arrival[:3] for arrival in arrivals]
     for line, (name, row) in zip(tables[0][1:], report["runs"].items(), strict=True):
         assert line[:2] == [name, f"{row['ttft_s']['p50']:.2f}"]
         assert (row["finished"], row["own_fraction"]) == (20, 0)
@@ -72,16 +74,18 @@ FALCON = CostModel.named("falcon-180b", tp=8)
         ),
     ],
 )
-def test_alone_it_takes_what_the_model_says(options, cost, replicas, heading, tmp_path, capsys):
-    file = tmp_path / "alone.csv"  # of requests all at once, each on its own replica
+def test_alone_it_takes_what_the_model_says(
+    options, cost, replicas, heading, tmp_path, capsys, drawn
+):
+    # requests all at once, each on its own replica
     argv = f"serve {A100S} {options} --lengths 500+3 --requests {replicas} --qps 1e6"
-    bench.main([*argv.split(), "--policies", "sarathi-serve:200", "--csv", str(file)])
+    bench.main([*argv.split(), "--policies", "sarathi-serve:200", f"--plot={tmp_path}/p.png"])
     assert capsys.readouterr().out.startswith(f"simulated: {heading}")
     chunks = sum(cost.seconds([(0, *chunk)]) for chunk in ((0, 200), (200, 200), (400, 100)))
     decodes = sum(cost.seconds([(0, start, 1)]) for start in (500, 501))
-    rows = rows_of(file)
-    assert [float(row["ttft_s"]) for row in rows] == pytest.approx([chunks] * replicas)
-    assert [float(row["latency_s"]) for row in rows] == pytest.approx([chunks + decodes] * replicas)
+    completions = drawn[0]["sarathi-serve:200"].completions
+    assert [c.ttft for c in completions] == pytest.approx([chunks] * replicas)
+    assert [c.latency for c in completions] == pytest.approx([chunks + decodes] * replicas)
 
 
 @pytest.mark.slow
@@ -118,11 +122,7 @@ def test_an_impossible_machine_is_refused_before_any_output(command, options, me
     assert capsys.readouterr() == ("", "")
 
 
-def test_all_micro_batches_are_counted_and_no_batch_overtakes_another(
-    tmp_path, capsys, monkeypatch
-):
-    drawn = []
-    monkeypatch.setattr("lab.pictures.timelines.plot_serving", lambda runs, *_: drawn.append(runs))
+def test_all_micro_batches_are_counted_and_no_batch_overtakes_another(tmp_path, capsys, drawn):
     report = tmp_path / "two.json"
     options = "--pp 2 --replicas 2 --requests 40 --lengths 900+30 --qps 50 --policies orca".split()
     files = ["--json", str(report), "--plot", str(tmp_path / "two.png")]

@@ -32,7 +32,7 @@ from lab.measure.load_run import Clock, EngineServer, serve
 from lab.measure.run_loop import LoadRun
 from lab.measure.run_plan import run_plan
 from lab.measure.token_budget import Profiled
-from lab.measure.workload import Arrival, chats, prompts
+from lab.measure.workload import Arrival, prompts
 from model import GPT
 from parallel.stages import ParallelEngine
 from policies import POLICIES
@@ -93,15 +93,6 @@ def alone_on_the_machine():
         yield
 
 
-def test_the_rate_of_chats_is_that_at_which_they_are_offered():
-    """Turns wait for answers, so their own arrivals tell nothing. 4 chats, a second apart."""
-    first = [Arrival(float(time), 9, 6) for time in range(4)]
-    for turns, offered in ((1, None), (3, 11 / 3)):
-        server = EngineServer(Engine(Silent(), SMALL), Clock(lambda: 0.0))
-        run = LoadRun(server, chats(first, turns)).result()
-        assert run.offered_per_s == judge(run, 1.0).queue.arrived_per_s == offered
-
-
 @pytest.fixture(scope="module")
 def expected():
     """The text of each request, computed without an engine."""
@@ -159,11 +150,9 @@ def test_a_run_counts_preemptions_and_the_time_outside_the_forward_pass():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turns", [1, 2])
-def test_an_interrupted_run_is_what_was_seen_of_it(turns):
+def test_an_interrupted_run_is_what_was_seen_of_it():
     """Ctrl-C at looks at the clock: between iterations, before and after forward."""
-    load = chats(ARRIVALS, turns)
-    tokens = prompts(load, 61, 0)
+    tokens = prompts(ARRIVALS, 61, 0)
 
     def load_run(limit):
         time = Time(0.01)
@@ -176,7 +165,7 @@ def test_an_interrupted_run_is_what_was_seen_of_it(turns):
 
         run_clock = Clock(clock)
         engine = Engine(Silent(), replace(SMALL, policy="vllm"), clock=run_clock)
-        return LoadRun(EngineServer(engine, run_clock, time.sleep), load, tokens)
+        return LoadRun(EngineServer(engine, run_clock, time.sleep), ARRIVALS, tokens)
 
     full = load_run(10**6).run()
     num_completed = set()
@@ -195,7 +184,7 @@ def test_an_interrupted_run_is_what_was_seen_of_it(turns):
             assert same == [c] or c.token_times[-1] > last
             assert all(o.token_times == c.token_times[: len(o.tokens)] for o in same)
         num_completed.add(len(run.completions))
-    assert num_completed >= set(range(1, 7)) and max(num_completed) == len(load)
+    assert num_completed >= set(range(1, 7)) and max(num_completed) == len(ARRIVALS)
 
 
 def test_garbage_collection_is_as_it_was_after_a_run_that_failed(monkeypatch):
@@ -261,9 +250,6 @@ def test_what_is_made_of_a_base():
         slo_seconds(0.01, base)
     rate = 1 / (0.2 + 50 * 0.002)
     assert estimated_qps(base, [Arrival(0.0, 200, 50)] * 3) == pytest.approx(rate)
-    chat = chats([Arrival(0.0, 200, 50)] * 3, 2)  # 100 + 25, and 225 + 25
-    rate = 1 / (0.325 + 50 * 0.002)
-    assert estimated_qps(base, chat) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(

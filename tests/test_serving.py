@@ -1,6 +1,5 @@
 """`bench.py serve` and `capacity`: what they print, write and refuse. No timing is asserted."""
 
-import csv
 import json
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ from lab.measure.run_loop import Run
 from lab.measure.timing import TOO_BUSY
 from lab.measure.workload import Arrival, poisson, sample_lengths
 from lab.pictures import timelines
+from policies.priority import PRIORITIES
 from tests.helpers import machine_info
 
 SIZES = "--preset llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16 --batch 4"
@@ -67,28 +67,16 @@ def run(tmp_path, capsys):
     return run_command
 
 
-def csv_rows(file):
-    """The rows of a CSV file as dicts."""
-    return list(csv.DictReader(file.read_text("utf-8").splitlines()))
-
-
 def test_serve_prints_and_writes_everything(tmp_path, run, plots):
     names = ["hybrid-only", "chunked-only", "sarathi-serve:8"]
-    files = {option: tmp_path / f"run.{option}" for option in ("csv", "png", "html")}
+    files = {option: tmp_path / f"run.{option}" for option in ("png", "html")}
     words = f"--requests 5 --qps 30 --classes low=2,normal=3 --policies {','.join(names)}"
-    options = [f"--csv={files['csv']}", f"--plot={files['png']}", f"--html={files['html']}"]
+    options = [f"--plot={files['png']}", f"--html={files['html']}"]
     text, report = run("serve", words, *options)
     heading = "llama-tiny|batch 32, context 32|64 tokens of KV cache|30 a second|strict, 5 of these"
     assert all(part in text for part in heading.split("|"))
     assert report["options"]["seed"] == 0 and report["machine"]["model"] == "llama-tiny"
     assert report["slo_s"] == pytest.approx(5 * report["base"]["seconds"])
-    rows = csv_rows(files["csv"])
-    arrivals = poisson(sample_lengths("sharegpt4", 5, 64, 0), 30.0, 0)
-    lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
-    assert [float(row["arrival"]) for row in rows] == 3 * [arrival.time for arrival in arrivals]
-    assert lengths == 3 * [arrival[1:3] for arrival in arrivals]
-    assert [row["policy"] for row in rows] == [name for name in names for _ in arrivals]
-    assert {row["class"] for row in rows} == {"normal", "low"}
     assert list(report["runs"]) == names
     for name, row in report["runs"].items():
         assert row["finished"] == 5 and 0 < row["own_fraction"] < 1
@@ -96,14 +84,18 @@ def test_serve_prints_and_writes_everything(tmp_path, run, plots):
         point = f"\n{name}: 30.000 requests/s, P50 TTFT {row['ttft_s']['p50']:.3f} s"
         assert text.count(point) == 1
     assert report["runs"]["chunked-only"]["hybrid"] == 0 and report["conclusion"] in text
-    written = [f"wrote {tmp_path}/report.json", f"wrote {files['csv']}", f"wrote {files['png']}"]
+    written = [f"wrote {tmp_path}/report.json", f"wrote {files['png']}"]
     page = files["html"]
-    assert text.splitlines()[-4:] == [*written, f"wrote {page}, open {page.as_uri()}"]
+    assert text.splitlines()[-3:] == [*written, f"wrote {page}, open {page.as_uri()}"]
     assert all(f'"name": "{name}"' in page.read_text("utf-8") for name in names)
     ((name, (runs, machine, file, slo_s)),) = plots
     assert name == "plot_serving" and slo_s == report["slo_s"]
     assert list(runs) == names and file == str(files["png"]) and machine["threads"]
-    assert all(len(run.completions) == 5 and run.iterations for run in runs.values())
+    arrivals = poisson(sample_lengths("sharegpt4", 5, 64, 0), 30.0, 0)
+    for run in runs.values():
+        served = [(c.arrival, len(c.prompt), len(c.tokens)) for c in run.completions]
+        assert served == [arrival[:3] for arrival in arrivals] and run.iterations
+        assert {PRIORITIES[c.priority] for c in run.completions} == {"normal", "low"}
 
 
 def test_capacity_prints_and_writes_everything(tmp_path, run, plots, monkeypatch):
@@ -131,7 +123,6 @@ def test_capacity_prints_and_writes_everything(tmp_path, run, plots, monkeypatch
 
 FEW = [  # options, the fewest requests
     ("--batch 4 --requests 15", 16),
-    ("--batch 3 --requests 8 --turns 3 --page-size 8", 12),  # chats count, not their turns
     ("--simulate a100-80gb --preset llama3-8b --batch 3 --pp 2 --replicas 2 --requests 47", 48),
     ("--batch 4 --trace TRACE", 16),
 ]
@@ -180,9 +171,8 @@ def test_bounds_are_kept_in_capacities_their_ratios_and_the_conclusion(capsys):
         "sarathi-serve": a_search([6.0, 9.0]),
         "dynamic": a_search([7.0], [7.2], missed="the queue grew"),
     }
-    print_capacities(searches, "chats/s")
+    print_capacities(searches)
     text = capsys.readouterr().out
-    assert "| capacity in chats/s |" in text
     assert rows_of(text) == [
         ("2.00", "1.00x"),
         ("below 0.50", "below 0.25x"),
@@ -190,10 +180,10 @@ def test_bounds_are_kept_in_capacities_their_ratios_and_the_conclusion(capsys):
         ("7.00", "3.50x"),
     ]
     results = {name: search_json(search) for name, search in searches.items()}
-    report = dict(results=results, slo_s=0.3, slo_busy=False, unit="chats/s")
+    report = dict(results=results, slo_s=0.3, slo_busy=False)
     assert conclude(report).replace("\n", " ") == (
-        "Capacity in chats/s with P99 TBT up to 0.300 s: 2.00 under vllm, below 0.50 under orca, "
-        "at least 9.00 under sarathi-serve, 7.00 under dynamic. Higher rates fail under "
+        "Capacity in requests/s with P99 TBT up to 0.300 s: 2.00 under vllm, below 0.50 under "
+        "orca, at least 9.00 under sarathi-serve, 7.00 under dynamic. Higher rates fail under "
         "vllm (P99 TBT of 3 s), orca (P99 TBT of 3 s), dynamic (the queue grew)."
     )
     results["dynamic"]["busy"] = True
@@ -254,16 +244,15 @@ def test_an_interrupt_keeps_what_there_is(tmp_path, run, monkeypatch, plots):
         return step(load)
 
     monkeypatch.setattr(run_loop.LoadRun, "step", interrupted)
-    files = [f"--csv={tmp_path}/i.csv", f"--plot={tmp_path}/i.png"]
+    files = [f"--plot={tmp_path}/i.png"]
     text, report = run("serve", f"{SERVE} --slo 50", *files, interrupted=True)
     assert [list(runs) for runs in served] == [[], ["vllm"]]
     assert [row["cut_short"] for row in report["runs"].values()] == [None, "interrupted"]
-    rows = csv_rows(tmp_path / "i.csv")
-    assert [row["policy"] for row in rows][:5] == ["vllm"] * 4 + ["orca"]
-    assert {row["finish_reason"] for row in rows[:4]} == {"length"} and "abort" in str(rows[4:])
+    vllm, orca = ([c.finish_reason for c in run.completions] for run in plots[0][1][0].values())
+    assert vllm == ["length"] * 4 and "abort" in orca
     assert "\ninterrupted: " in text and text.count("| orca (cut short) ") == 2
     assert "orca" not in report["conclusion"] and report["conclusion"] in text
-    assert text.count("\nwrote ") == 3 and list(plots[0][1][0]) == ["vllm", "orca"]
+    assert text.count("\nwrote ") == 2 and list(plots[0][1][0]) == ["vllm", "orca"]
 
 
 def test_an_interrupted_search_keeps_its_points(tmp_path, run, monkeypatch, plots):
@@ -310,24 +299,6 @@ def test_serve_compares_runs_with_and_without_prefix_caching(tmp_path, capsys):
     assert cached == {"vllm": 0, "vllm, shared": 640, "orca": 0, "orca, shared": 640}
     assert runs["vllm, shared"]["cached"] == pytest.approx(640 / (6 * 192))
     assert text.count("|    56% |") == 2 and "; pages of 64 tokens; shared: by prompts" in text
-
-
-def test_chats_are_served_and_find_their_own_past(tmp_path, run):
-    """A prefix of 8 and 12 + 8 tokens, then 12 more. Three pages of 8 stay of the first turn, one
-    of them half of its answer."""
-    load = "--requests 3 --qps 30 --policies sarathi-serve --lengths 24+16 --kv-tokens 1024"
-    load += " --turns 2 --shared-prefix 8:1 --slo 50"
-    text, _ = run("serve", load, f"--csv={tmp_path}/c.csv")
-    assert "load: 3 chats of 24+16 tokens of up to 2 turns, 1 s after each answer, each af" in text
-    assert "at 30 a second" in text and "\nsarathi-serve, shared: 30.000 chats/s, P50" in text
-    rows = csv_rows(tmp_path / "c.csv")
-    lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
-    assert lengths == [*[(20, 8)] * 3, *[(40, 8)] * 3] * 2
-    for first, second in zip(rows[:3], rows[3:6], strict=True):
-        answered = float(first["arrival"]) + float(first["latency_s"])
-        assert float(second["arrival"]) == pytest.approx(answered + 1.0)
-    cached = [int(row["cached_tokens"]) for row in rows]
-    assert cached[:6] == [0] * 6 and cached[9:] == [24] * 3
 
 
 def test_a_long_prompt_comes_before_all_others():
@@ -378,7 +349,11 @@ def test_pages_are_small_unless_others_are_asked_for(words, page_sizes):
 
 @pytest.mark.parametrize(
     "words, runs",
-    [("", [False]), ("--turns 2", [False, True]), ("--prefix-caching on", [True])],
+    [
+        ("", [False]),
+        ("--shared-prefix 20:2", [False, True]),
+        ("--prefix-caching on", [True]),
+    ],
 )
 def test_prefix_caching_is_compared_where_prompts_begin_alike(words, runs):
     assert parse("serve", *words.split()).prefix_caching == runs

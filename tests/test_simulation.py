@@ -15,7 +15,7 @@ from config import EngineConfig
 from engine import Engine
 from lab.measure.load_run import serve
 from lab.measure.run_loop import LoadRun
-from lab.measure.workload import Arrival, chats, prompts
+from lab.measure.workload import Arrival, prompts
 from lab.simulator.cost_model import CostModel, StageTimes
 from lab.simulator.simulation import STEADY_POLICIES, Simulation, bubble_kinds, simulate
 from policies import POLICIES
@@ -269,7 +269,7 @@ def test_the_engine_makes_the_same_schedule(policy, pages, max_waiting, clock):
 @in_much_and_little_memory
 @under_all_policies
 def test_the_engine_finds_the_same_pages(policy, pages, clock):
-    """Chats of two turns that begin with one of two prefixes."""
+    """Prompts begin with one of two prefixes."""
     config = replace(
         CONFIG,
         policy=policy,
@@ -279,8 +279,11 @@ def test_the_engine_finds_the_same_pages(policy, pages, clock):
     )
     cached_tokens = 0
     for seed in range(2):
-        load = chats([a for a in random_arrivals(seed) if sum(a[1:3]) <= 22], 2)
-        load = [turn._replace(prompt_len=turn.prompt_len + 10) for turn in load]
+        load = [
+            arrival._replace(prompt_len=arrival.prompt_len + 10)
+            for arrival in random_arrivals(seed)
+            if arrival.prompt_len + arrival.output_len <= 22
+        ]
         tokens = prompts(load, MODEL.config.vocab_size, seed, (10, 2))
         completions = assert_same_schedule(config, load, tokens, clock)
         cached_tokens += sum(c.cached_tokens for c in completions)
@@ -448,8 +451,7 @@ def test_a_shared_prefix_costs_no_time_again_on_the_same_replica():
 
 
 def test_requests_come_in_the_order_in_which_they_are_due():
-    crowd = [*random_arrivals(0, 16, 0.0), *(Arrival(4.0 + i / 4, 9, 5) for i in range(40))]
-    load = chats(crowd, 3)
+    load = [*(Arrival(4.0 + i / 4, 9, 5) for i in range(40)), *random_arrivals(0, 16, 0.0)]
     simulation = Simulation(Law(), CONFIG)
     times = []
     add = simulation.add

@@ -149,43 +149,18 @@ def test_prompts_are_random_tokens_of_the_vocabulary():
     assert first[:300] != second
 
 
-def test_a_chat_shares_the_tokens_of_its_request_among_its_turns():
-    service = dict(priority="high", ttft_slo=1.0, tbt_slo=0.5)
-    arrivals = [Arrival(2.0, 10, 7, **service), Arrival(3.0, 5, 2)]
-    load = workload.chats(arrivals, 3)
-    # prompts of 3, 3 and 4, outputs of 2, 2 and 3; of the other 2 and 3, 1 and 1
-    assert load == [
-        Arrival(2.0, 3, 2, **service),
-        Arrival(3.0, 2, 1),
-        Arrival(1.0, 3 + 2 + 3, 2, **service, follows=0),
-        Arrival(1.0, 8 + 2 + 4, 3, **service, follows=2),
-        Arrival(1.0, 2 + 1 + 3, 1, follows=1),
-    ]
-    assert workload.chats(arrivals, 1) == arrivals
-    assert [len(prompt) for prompt in workload.prompts(load, 61, 0)] == [3, 2, 3, 4, 3]
-
-
-@pytest.mark.parametrize("turns", range(1, 20))
-def test_the_turns_of_a_chat_are_nearly_equal(turns):
-    load = workload.chats([Arrival(0.0, 17, 12)], turns)
-    outputs = [turn.output_len for turn in load]
-    assert len(load) == min(turns, 12) and sum(outputs) == 12
-    assert 1 <= min(outputs) <= max(outputs) <= min(outputs) + 1
-    assert sum(map(len, workload.prompts(load, 61, 0))) == 17 and sum(load[-1][1:3]) == 29
-
-
 def test_prompts_begin_with_one_of_some_prefixes_and_go_on_as_without():
-    arrivals = workload.chats([Arrival(0.0, 10, 5)] * 40, 2)  # first prompts of 5, and 5 more
-    longer = [arrival._replace(prompt_len=arrival.prompt_len + 20) for arrival in arrivals]
+    arrivals = [Arrival(0.0, 5, 5)] * 40
+    longer = [arrival._replace(prompt_len=25) for arrival in arrivals]
 
     def prefixes(token_lists):
-        return {tuple(prompt[:20]) for prompt in token_lists[:40]}
+        return {tuple(prompt[:20]) for prompt in token_lists}
 
     same, again, other = (workload.prompts(longer, 1000, seed, (20, 4)) for seed in (3, 3, 4))
     assert same == again and not prefixes(same) & prefixes(other)
-    assert len(prefixes(same)) == 4 and all(len(prompt) == 25 for prompt in same[:40])
-    suffixes = [prompt[20:] for prompt in same[:40]] + same[40:]
-    assert suffixes == workload.prompts(arrivals, 1000, 3) and len(set(map(tuple, suffixes))) == 80
+    assert len(prefixes(same)) == 4 and all(len(prompt) == 25 for prompt in same)
+    suffixes = [prompt[20:] for prompt in same]
+    assert suffixes == workload.prompts(arrivals, 1000, 3) and len(set(map(tuple, suffixes))) == 40
 
 
 def test_lengths_are_sampled_or_repeated_in_equal_shares():

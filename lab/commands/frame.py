@@ -1,6 +1,6 @@
 """The frame of a command: what it found is written at its end, also at an interrupt.
 
-    with reporting(options, report, plot=draw, csv=write_rows):
+    with reporting(options, report, plot=draw, html=write_page):
         report["runs"] = ...
 
 Read first: cli/options.py."""

@@ -33,7 +33,6 @@ from lab.commands.serve_report import (
     format_sizes,
     print_capacities,
     print_runs,
-    requests_csv,
     run_json,
     search_json,
 )
@@ -71,24 +70,19 @@ def make_workload(options: ServeOptions) -> tuple[ArrivalsAt, str]:
     """The arrivals at a rate, and a description of them. Without a rate a trace keeps its own."""
     prefix, prefixes = options.shared_prefix
     longest = options.max_len - prefix
-    unit = "requests"
-    turns = ""
     logged: list[Arrival] = []
     lengths: list[tuple[int, int]] = []
-    if options.turns > 1:
-        unit = "chats"
-        turns = f" of up to {options.turns} turns, {workload.THINK_S:g} s after each answer"
     if options.trace:
         scale = options.trace_scale
         logged, left_out = workload.read_trace(options.trace, longest, scale, options.requests)
-        description = f"{len(logged)} {unit} of {options.trace}, lengths times {scale:g} "
-        description += f"({left_out} left out){turns}"
+        description = f"{len(logged)} requests of {options.trace}, lengths times {scale:g} "
+        description += f"({left_out} left out)"
     else:
         lengths = workload.make_lengths(options.lengths, options.requests, longest, options.seed)
         sizes = f"of {options.lengths}"
         if options.lengths in workload.LENGTHS:
             sizes = f"with the lengths of {options.lengths} scaled to {longest:,}"
-        description = f"{options.requests} {unit} {sizes} tokens{turns}"
+        description = f"{options.requests} requests {sizes} tokens"
         if prefix:
             description += f", each after a prefix of {prefix:,} ({prefixes} in all)"
         if options.long_prompt:
@@ -106,9 +100,10 @@ def make_workload(options: ServeOptions) -> tuple[ArrivalsAt, str]:
         shares = list(options.classes.values())
         classes = random.Random(options.seed).choices(names, shares, k=len(arrivals))
         pairs = zip(arrivals, classes, strict=True)
-        arrivals = [arrival._replace(priority=name) for arrival, name in pairs]
-        load = workload.chats(arrivals, options.turns)
-        return [arrival._replace(prompt_len=prefix + arrival.prompt_len) for arrival in load]
+        return [
+            arrival._replace(priority=name, prompt_len=prefix + arrival.prompt_len)
+            for arrival, name in pairs
+        ]
 
     return arrivals_at, description
 
@@ -206,7 +201,7 @@ def compare_runs(comparison: Comparison) -> None:
     def keep(name: str, run: Run) -> None:
         runs[name] = run
         judged[name] = comparison.judge(name, run)
-        print(format_point(name, options.qps, judged[name], report["unit"]))
+        print(format_point(name, options.qps, judged[name]))
         comparison.keep("runs", name, run_json(options.qps, judged[name]))
 
     def show() -> None:
@@ -223,10 +218,7 @@ def compare_runs(comparison: Comparison) -> None:
         heading = comparison.machine.heading()
         write_text(file, page(report["load"], heading, recorders, slo_s=slo_s))
 
-    def write_csv(file: str) -> None:
-        write_text(file, requests_csv(runs, slo_s))
-
-    with reporting(options, report, show, csv=write_csv, plot=draw, html=write_page):
+    with reporting(options, report, show, plot=draw, html=write_page):
         for name in comparison.servers:
             if options.html:
                 recorders[name] = Recorder()
@@ -262,7 +254,7 @@ def compare_capacities(comparison: Comparison, start: float, ratio: float) -> No
             judged = comparison.judge(name, comparison.run(name, qps))
             trials.append(Trial(qps, judged))
             searches[name] = capacity.summarize_search(trials, ratio)
-            print(format_point(name, qps, judged, report["unit"]))
+            print(format_point(name, qps, judged))
             comparison.keep("results", name, search_json(searches[name]))
             return judged
 
@@ -273,7 +265,7 @@ def compare_capacities(comparison: Comparison, start: float, ratio: float) -> No
 
     def show() -> None:
         print()
-        print_capacities(searches, report["unit"])
+        print_capacities(searches)
         print(report["conclusion"])
 
     def draw(file: str) -> None:
@@ -324,7 +316,6 @@ def main(options: ServeOptions) -> dict[str, Any]:
         "slo_s": slo_s,
         "slo_busy": options.slo in MULTIPLES and info.get("base_busy", False),
         "base": vars(base),
-        "unit": "chats/s" if options.turns > 1 else "requests/s",
     }
     print(machine.info.heading() + describe_load(options, load, arrivals), end="")
     print(format_sizes(machine, options, report))
@@ -371,8 +362,8 @@ def half_of_possible_qps(machine: Machine, arrivals: list[Arrival]) -> float:
 
 
 def check_enough(arrivals: list[Arrival], options: CapacityOptions) -> None:
-    """Raise ValueError for a load of too few requests, or chats, to search a capacity with."""
-    requests = sum(arrival.follows is None for arrival in arrivals)
+    """Raise ValueError for a load of too few requests to search a capacity with."""
+    requests = len(arrivals)
     fewest = options.fewest_requests
     if requests < fewest:
         limit = f"must be at least {fewest}, {capacity.ROUNDS} times what may run at once"

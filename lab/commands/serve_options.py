@@ -107,7 +107,7 @@ class ServeOptions:
         "one more request, the first, has so many prompt tokens", type=whole(minimum=1)
     )
     classes: dict[str, float] = option(  # class -> its share of the requests
-        "shares of the classes of `priority`, as in realtime=1,normal=4,low=5; see --csv",
+        "shares of the classes of `priority`, as in realtime=1,normal=4,low=5",
         type=class_shares,
         default="normal=1",
     )
@@ -133,11 +133,6 @@ class ServeOptions:
         default=(0, 1),
         default_text="none",
     )
-    turns: int = option(
-        "each request is a chat of up to so many; rates and --requests count chats",
-        type=whole(minimum=1, maximum=10_000),
-        default=1,
-    )
     max_len: int = option(
         "the longest prompt and output",
         type=whole(minimum=3),
@@ -152,7 +147,6 @@ class ServeOptions:
     )
     seed: int  # of lengths, arrivals and prompts
     plot: str | None = plot_option("draw latencies and timelines")
-    csv: str | None = file_option("write a row for each request and policy")
     html: str | None = file_option("write a page to step through what was decided, and why")
     json: str | None = json_option()
     prefix_caching: list[bool] = option(  # one run each
@@ -265,7 +259,6 @@ ONLY_SERVE = {
     "long_prompt": None,
     "classes": {"normal": 1},
     "ttft_slo": MAX_DELAY_S,
-    "csv": None,
     "html": None,
 }
 
@@ -308,8 +301,7 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     sizes = list(dict.fromkeys(max_len if size == "max" else size for size in sizes))
     if max(sizes) > max_len:
         parser.error(f"--page-size {max(sizes)}: must be at most --max-len {max_len}")
-    shares = options.shared_prefix[0] > 0 or options.turns > 1
-    caching = CACHING[args.prefix_caching or ("both" if shares else "off")]
+    caching = CACHING[args.prefix_caching or ("both" if options.shared_prefix[0] else "off")]
     if True in caching and max(sizes) == max_len:
         parser.error(f"--page-size {max_len}: must be below --max-len, or --prefix-caching off")
     request_tokens = max(-(-max_len // size) * size for size in sizes)
@@ -369,8 +361,6 @@ def _check_load(parser: OptionParser, options: ServeOptions) -> None:
     if prefix > max_len - 2:
         parser.error(f"--shared-prefix {prefix}: must leave 2 of --max-len {max_len} tokens")
     longest = max_len - prefix
-    if options.long_prompt and options.turns > 1:
-        parser.error("--long-prompt: does not go with --turns")
     if options.long_prompt and options.long_prompt >= longest:
         limit = f"below {longest}, --max-len less --shared-prefix"
         parser.error(f"--long-prompt {options.long_prompt}: must be {limit}")

@@ -2,8 +2,6 @@
 
 Read first: lab/measure/metrics.py, cli/tables.py. Read next: serve.py."""
 
-import csv
-import io
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -12,10 +10,9 @@ from typing import Any
 from cli.options import plain
 from cli.tables import Cell, format_table, show
 from lab.commands.serve_options import ServeOptions
-from lab.measure import capacity, metrics, timing
+from lab.measure import capacity, timing
 from lab.measure.capacity import JudgedRun, SearchResult
 from lab.measure.machine import Machine
-from lab.measure.run_loop import Run
 from lab.measure.token_budget import MAX_DELAY_S, MULTIPLES
 from lab.measure.workload import Arrival
 from policies.trial import mark_broken
@@ -42,7 +39,7 @@ def describe_load(options: ServeOptions, load: str, arrivals: Sequence[Arrival])
     rate = ""
     span = ""
     if options.command == "serve":
-        last = max(arrival.time for arrival in arrivals if arrival.follows is None)
+        last = max(arrival.time for arrival in arrivals)
         rate = " at its own rate"
         span = f"; the last comes after {last:,.0f} s"
     if options.qps:
@@ -75,9 +72,9 @@ def format_sizes(machine: Machine, options: ServeOptions, report: Mapping[str, A
     )
 
 
-def format_point(name: str, qps: float | None, judged: JudgedRun, unit: str) -> str:
+def format_point(name: str, qps: float | None, judged: JudgedRun) -> str:
     """A run in a line, for when it has ended."""
-    rate = "" if qps is None else f"{qps:.3f} {unit}, "
+    rate = "" if qps is None else f"{qps:.3f} requests/s, "
     times = {
         "P50 TTFT": judged.p50_ttft_s,
         "P99 TBT": judged.p99_tbt_s,
@@ -137,8 +134,8 @@ def print_runs(runs: Mapping[str, JudgedRun], ttft_slo_s: float, tbt_slo_s: floa
         print(LINK_NOTE, end="\n\n")
 
 
-def print_capacities(searches: Mapping[str, SearchResult[JudgedRun]], unit: str) -> None:
-    """Print the table of `capacity`, rates in `unit`."""
+def print_capacities(searches: Mapping[str, SearchResult[JudgedRun]]) -> None:
+    """Print the table of `capacity`."""
     has_link = any(search.best and search.best.verdict.link for search in searches.values())
     vllm = searches.get("vllm")
     rows: dict[str, list[Cell]] = {}
@@ -150,7 +147,7 @@ def print_capacities(searches: Mapping[str, SearchResult[JudgedRun]], unit: str)
             gain = capacity.Bounded(1.0)
         best = search.best.verdict if search.best else None  # the run at the capacity
         row: list[Cell] = [
-            (f"capacity in {unit}", search.capacity_qps, ",.2f"),
+            ("capacity in requests/s", search.capacity_qps, ",.2f"),
             ("relative to vllm", gain, ",.2fx"),
             ("P50 TTFT s", best and best.p50_ttft_s, ",.2f"),
             ("P99 TBT s", best and best.p99_tbt_s, ",.3f"),
@@ -202,21 +199,7 @@ def conclude(report: Mapping[str, Any]) -> str:
         text += f"; not met by {', '.join(missed)}." if missed else "."
     else:
         rates = [f"{row['capacity_qps']:,.2f} under {name}" for name, row in sure.items()]
-        text = f"Capacity in {report['unit']} with P99 TBT up to {slo_s}: {', '.join(rates)}."
+        text = f"Capacity in requests/s with P99 TBT up to {slo_s}: {', '.join(rates)}."
         if missed:
             text += f" Higher rates fail under {', '.join(missed)}."
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
-
-
-def requests_csv(runs: Mapping[str, Run], tbt_slo_s: float) -> str:
-    """A row for each request of each run, as the text of a CSV file."""
-    rows = [
-        {"policy": name, **row}
-        for name, run in runs.items()
-        for row in metrics.request_rows(run.completions, run.iterations, tbt_slo_s)
-    ]
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, rows[0] if rows else [])
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

@@ -4,10 +4,7 @@ from typing import NamedTuple
 
 
 class Arrival(NamedTuple):
-    """One request: when it arrives, its tokens, its class, its SLOs, and who asks.
-
-    A request that `follows` another, which is an index, continues its conversation. It comes `time`
-    seconds after the last token of that one, and `prompt_len` is of the conversation so far."""
+    """One request: when it arrives, its tokens, its class, its SLOs, and who asks."""
 
     time: float  # in seconds from the start of the run
     prompt_len: int
@@ -15,5 +12,4 @@ class Arrival(NamedTuple):
     priority: str = "normal"
     ttft_slo: float | None = None  # in seconds, as tbt_slo
     tbt_slo: float | None = None
-    follows: int | None = None
     user: str = ""

@@ -89,13 +89,12 @@ def slo_seconds(target: str | float, base: Base) -> float:
 
 
 def estimated_qps(base: Base, arrivals: Iterable[Arrival]) -> float:
-    """Requests per second, or chats, with full chunks and batches, and nothing shared. This is an
-    upper bound."""
+    """Requests per second with full chunks and batches, and nothing shared. This is an upper
+    bound."""
     arrivals = list(arrivals)
     prefill_s = sum(arrival.prompt_len for arrival in arrivals) * base.prefill_token_s
     decode_s = sum(arrival.output_len for arrival in arrivals) * base.seconds / base.decodes
-    chats = sum(arrival.follows is None for arrival in arrivals)
-    return chats / (prefill_s + decode_s)
+    return len(arrivals) / (prefill_s + decode_s)
 
 
 def possible_qps(base: Base, lengths: Sequence[tuple[int, int]]) -> float:
@@ -159,9 +158,7 @@ def judge(
     short did not, as everything before the cut may have ended well. Nor did a run of a policy that
     breaks a rule, such as one that lets some decodes wait for ever. Only goodput depends on
     `ttft_slo_s`. See metrics.missed for `rate_counts`."""
-    summary = metrics.summarize_run(
-        run.completions, run.iterations, run.seconds, tbt_slo_s, run.offered_per_s
-    )
+    summary = metrics.summarize_run(run.completions, run.iterations, run.seconds, tbt_slo_s)
     link = LinkSummary.of(run.transfers)
     missed = run.cut_short or metrics.missed(summary, tbt_slo_s, rate_counts=rate_counts)
     waited_s = link.waited_s.p50 if link else None

@@ -10,16 +10,15 @@ Read next: run_loop.py."""
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from lab.measure.token_budget import MAX_DELAY_S
 from policies.observers import Iteration
-from policies.priority import PRIORITIES
 from request import Completion
 
 FINISHED = ("stop", "length")  # finish reasons of requests that got all of their output
@@ -134,25 +133,21 @@ def served_rate(completions: Sequence[Completion]) -> float | None:
     return ratio(served, last - first)
 
 
-def summarize_queue(
-    completions: Sequence[Completion], offered_per_s: float | None = None
-) -> QueueSummary:
+def summarize_queue(completions: Sequence[Completion]) -> QueueSummary:
     """Find out whether the queue grew: whether delays became longer, and more requests arrive than
     the server can do.
 
     Delays became longer if the last quarter of the requests waited longer than the second, in the
-    median. The rate of arrivals is counted, or is `offered_per_s` where arrivals wait for answers.
-    What the server can do is the rate at which it schedules requests while others wait. That is
-    counted if half of the requests wait, and not in the first quarter, where few decode yet.
-
-    `served_per_s` is for loads whose arrivals do not wait for answers."""
+    median. What the server can do is the rate at which it schedules requests while others wait.
+    That is counted if half of the requests wait, and not in the first quarter, where few decode
+    yet."""
     scheduled = sorted((c.arrival, c.scheduled) for c in completions if c.scheduled is not None)
     quarter = len(scheduled) // 4
     delays = [start - arrival for arrival, start in scheduled]
     early = percentiles(delays[quarter : 2 * quarter]).p50
     late = percentiles(delays[-quarter:]).p50
     arrivals, starts = np.sort(np.reshape(scheduled, (-1, 2)), axis=0).T  # (requests,), in order
-    arrived_per_s = offered_per_s or ratio(len(scheduled) - 1, np.diff(arrivals).sum())
+    arrived_per_s = ratio(len(scheduled) - 1, np.diff(arrivals).sum())
     # whether the next request is there already when one is scheduled
     waits = (arrivals[1:] <= starts[:-1])[quarter:]
     scheduled_per_s = None
@@ -165,7 +160,7 @@ def summarize_queue(
         last_quarter_s=late,
         arrived_per_s=arrived_per_s,
         scheduled_per_s=scheduled_per_s,
-        served_per_s=None if offered_per_s else served_rate(completions),
+        served_per_s=served_rate(completions),
         grew=overloaded and slower,
     )
 
@@ -275,7 +270,6 @@ def summarize_run(
     iterations: Sequence[Iteration],
     seconds: float,
     tbt_slo_s: float | None = None,
-    offered_per_s: float | None = None,
 ) -> RunSummary:
     """Summarize a run of so many seconds: latencies, stalls, and what its batches were made of.
     Without `iterations` it is what the requests tell."""
@@ -296,7 +290,7 @@ def summarize_run(
         ttft_s=percentiles(c.ttft for c in completions),
         tbt_s=percentiles(gap for c in completions for gap in c.tbt),
         scheduling_delay_s=percentiles(c.scheduling_delay for c in completions),
-        queue=summarize_queue(completions, offered_per_s),
+        queue=summarize_queue(completions),
         latency_s=percentiles(c.latency for c in finished),
         tokens_per_s=ratio(served_tokens, seconds),
         preemptions=sum(c.preemptions for c in scheduled) if count else None,
@@ -339,43 +333,6 @@ def goodput(
     return ratio(sum(map(is_good, completions)), seconds)
 
 
-def request_rows(
-    completions: Iterable[Completion], iterations: Sequence[Iteration], tbt_slo_s: float
-) -> Iterator[dict[str, Any]]:
-    """A dict for each request of a run, for csv.DictWriter: of its TBTs "beside_prefill", which
-    have others' prefill in them, "stalls" are longer than the SLO."""
-    completions = list(completions)
-    stalls_of: dict[int, list[Stall]] = defaultdict(list)
-    for stall in find_stalls(completions, iterations):
-        stalls_of[stall.request_id].append(stall)
-    for completion in completions:
-        tbt = percentiles(completion.tbt)
-        stalls = stalls_of[completion.request_id]
-        longest = longest_stall(stalls)
-        finished = completion.finish_reason in FINISHED
-        yield {
-            "request_id": completion.request_id,
-            "class": PRIORITIES[completion.priority],
-            "arrival": completion.arrival,
-            "prompt_tokens": len(completion.prompt),
-            "output_tokens": len(completion.token_times),
-            "finish_reason": completion.finish_reason,
-            "scheduling_delay_s": completion.scheduling_delay,
-            "ttft_s": completion.ttft,
-            "p50_tbt_s": tbt.p50,
-            "p99_tbt_s": tbt.p99,
-            "max_tbt_s": tbt.max,
-            "latency_s": completion.latency if finished else None,
-            "beside_prefill": len(stalls) if iterations else None,
-            "stalls": sum(s.seconds > tbt_slo_s for s in stalls) if iterations else None,
-            "longest_stall_s": longest.seconds if longest else None,
-            "caused_by": longest.caused_by if longest else None,
-            "preemptions": completion.preemptions if iterations else None,
-            "recomputed_tokens": completion.recomputed_tokens if iterations else None,
-            "cached_tokens": completion.cached_tokens if iterations else None,
-        }
-
-
 def missed(summary: RunSummary, tbt_slo_s: float, *, rate_counts: bool = True) -> str:
     """What a run missed of its SLO, in words; "" if its rate can be sustained.
 
@@ -395,14 +352,14 @@ def missed(summary: RunSummary, tbt_slo_s: float, *, rate_counts: bool = True) -
     if median_delay_s > MAX_DELAY_S:
         failures.append(f"median delay of {median_delay_s:,.2f} s")
     queue = summary.queue
-    offered_per_s = queue.arrived_per_s or 0.0
+    arrived_per_s = queue.arrived_per_s or 0.0
     served_per_s = queue.served_per_s if rate_counts else None
-    if served_per_s is not None and served_per_s < SERVED * offered_per_s:
-        rates = f"{served_per_s:,.3g} of {offered_per_s:,.3g}"
+    if served_per_s is not None and served_per_s < SERVED * arrived_per_s:
+        rates = f"{served_per_s:,.3g} of {arrived_per_s:,.3g}"
         failures.append(f"{rates} requests a second served")
     if queue.grew:
         failures.append(
-            f"the queue grew: {offered_per_s:,.3g} requests a second arrive, "
+            f"the queue grew: {arrived_per_s:,.3g} requests a second arrive, "
             f"{queue.scheduled_per_s:,.3g} are scheduled"
         )
     return ", ".join(failures)

@@ -6,9 +6,9 @@ A Server is an engine in real time, or a simulation on a clock of its own. Plain
 simulation needs no torch. Read first: workload.py. Read next: load_run.py, which serves in real
 time."""
 
-import heapq
 import math
 import statistics
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -89,7 +89,6 @@ class Run:
     refused: int = 0  # requests that found max_waiting others in the queue
     cut_short: str | None = None  # "interrupted" or "given up" if the run was
     drift: float = 0.0  # share of the machine that others used, see timing.steadily
-    offered_per_s: float | None = None  # requests; None: their arrivals do not depend on answers
     transfers: Sequence[Sent] = ()  # between two pools, in the order in which they ended
 
 
@@ -108,10 +107,7 @@ def no_progress() -> None:
 class LoadRun:
     """Brings `arrivals` to a server, with the token ids of workload.prompts, or None where lengths
     are enough. `progress` is called after each request that ended; a `recorder` sees every batch.
-    The run is cut short if `gives_up` says so of a request that ended.
-
-    A turn of a chat is due when the turn before has ended, and continues its prompt and output. A
-    chat ends with a turn that is rejected; the turns after it are counted nowhere."""
+    The run is cut short if `gives_up` says so of a request that ended."""
 
     def __init__(
         self,
@@ -134,29 +130,15 @@ class LoadRun:
         self.refused = 0
         self.cut_short: str | None = None
         self.in_steps_s = 0.0  # time inside of server.step()
-        self.next_turn: dict[int, int] = {}  # request -> the one that continues it
-        self.due: list[tuple[float, int]] = []  # a heap of (time, request)
-        for i, arrival in enumerate(arrivals):
-            if arrival.follows is None:
-                self.due.append((arrival.time, i))
-            else:
-                self.next_turn[arrival.follows] = i
-        self.due.sort()
-        first_turns = [time for time, _ in self.due]
-        self.span_s = first_turns[-1] - first_turns[0] if first_turns else 0.0
+        in_order = sorted(range(len(arrivals)), key=lambda i: arrivals[i].time)
+        self.due = deque(in_order)  # requests that have not arrived, the next one first
         if recorder:
             recorder.watch(server.schedulers)
-
-    def _offered_per_s(self) -> float | None:
-        """Requests per second if no turn had to wait for an answer; None without such turns."""
-        if not self.next_turn or not self.span_s:
-            return None
-        return (len(self.arrivals) - 1) / self.span_s
 
     def step(self) -> bool:
         """Add the request that is due, or else run one iteration. False if all is done."""
         ready_at = self.server.ready_at()
-        if self.due and self.due[0][0] <= ready_at:
+        if self.due and self.arrivals[self.due[0]].time <= ready_at:
             self._add_first_due()
             return True
         if ready_at == math.inf:
@@ -202,7 +184,6 @@ class LoadRun:
             refused=self.refused,
             cut_short=self.cut_short,
             drift=statistics.fmean(self.server.probe_readings or [0.0]),
-            offered_per_s=self._offered_per_s(),
         )
 
     def _own_fraction(self) -> float | None:
@@ -215,41 +196,27 @@ class LoadRun:
         return 1 - in_forward_s / self.in_steps_s
 
     def _complete(self, i: int, completion: Completion) -> None:
-        """Keep the completion of request i. The turn that continues it becomes due."""
+        """Keep the completion of request i."""
         self.completions[i] = completion
-        turn = self.next_turn.get(i)
-        if turn is not None:
-            due_at = completion.token_times[-1] + self.arrivals[turn].time
-            heapq.heappush(self.due, (due_at, turn))
         if self.gives_up and self.gives_up(completion):
             self.cut_short = "given up"
         self.progress()
 
     def _add_first_due(self) -> None:
         """Bring the request that is due first to the server."""
-        time, i = self.due[0]
-        self.server.wait_until(time)
-        heapq.heappop(self.due)
+        i = self.due[0]
+        arrival = self.arrivals[i]
+        self.server.wait_until(arrival.time)
+        self.due.popleft()
         self.arrived.add(i)
-        arrival = self.arrivals[i]._replace(time=time)
         try:
-            self.server.add(i, arrival, self._prompt_of(i))
+            self.server.add(i, arrival, self.prompts[i] if self.prompts else None)
         except QueueFull:
             self.refused += 1
             self.completions[i] = Completion(
                 request_id=i,
                 prompt=[0] * arrival.prompt_len,
-                arrival=time,
+                arrival=arrival.time,
                 priority=PRIORITIES.index(arrival.priority),
                 finish_reason="abort",
             )
-
-    def _prompt_of(self, i: int) -> list[int] | None:
-        """The token ids of request i: of a later turn, behind the conversation before it."""
-        if self.prompts is None:
-            return None
-        follows = self.arrivals[i].follows
-        if follows is None:
-            return self.prompts[i]
-        previous = self.completions[follows]
-        return [*previous.prompt, *previous.tokens, *self.prompts[i]]

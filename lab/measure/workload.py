@@ -5,7 +5,6 @@ Poisson process. A workload is a list of `Arrival`, sorted by time:
 
     arrivals = poisson(make_lengths("sharegpt4", 100, 8192, seed=0), qps=1.5, seed=0)
     arrivals, left_out = read_trace("log.csv", max_len=8192)    the log of a real server
-    arrivals = chats(arrivals, turns=3)                         each as a chat
 
 The same arguments and seed give the same workload. Read next: run_loop.py, which serves it."""
 
@@ -48,7 +47,6 @@ def _is_token_count(value: float) -> bool:
     return 1 <= value <= 1e9 and value.is_integer()
 
 
-THINK_S = 1.0  # seconds from an answer to the next turn of a chat
 LENGTHS = {  # Sarathi-Serve, Table 2; the limits are in the text beside it
     "sharegpt4": LengthStatistics(prompt=(1730, 5696), output=(415, 834), limit=8192),
     "arxiv": LengthStatistics(prompt=(7059, 12985), output=(208, 371), limit=16384),
@@ -224,29 +222,6 @@ def parse_field(column: str, text: str, field: FieldType) -> float:
     raise ValueError(f"{column}={reprlib.repr(text)}: must be {field.description}")
 
 
-def chats(arrivals: Sequence[Arrival], turns: int) -> list[Arrival]:
-    """The same, each as a chat of `turns` requests, or fewer where there are not so many tokens.
-
-    The turns share the prompt and the output in nearly equal parts, of at least a token. First
-    turns keep their places, all others come behind them, each THINK_S after the answer before."""
-    load = list(arrivals)
-    for i, arrival in enumerate(arrivals):
-        count = min(turns, arrival.prompt_len, arrival.output_len)
-        for n in range(count):
-            answered = arrival.output_len * n // count  # tokens of all answers before this one
-            end = arrival.output_len * (n + 1) // count
-            turn = arrival._replace(
-                prompt_len=arrival.prompt_len * (n + 1) // count + answered,
-                output_len=end - answered,
-            )
-            if n == 0:
-                load[i] = turn
-            else:
-                previous = i if n == 1 else len(load) - 1
-                load.append(turn._replace(time=THINK_S, follows=previous))
-    return load
-
-
 # ---- Prompts ------------------------------------------------------------------------------------
 
 
@@ -255,22 +230,15 @@ def prompts(
 ) -> list[list[int]]:
     """A list of random token ids below `vocab_size` for each arrival, `prompt_len` of them.
 
-    If a request follows another, its tokens are those after that one's prompt and output. With
-    `shared`, (length, count), all others begin with one of `count` prefixes of `length` tokens,
-    drawn at random."""
+    With `shared`, (length, count), all begin with one of `count` prefixes of `length` tokens, drawn
+    at random."""
     rng = make_rng(3, seed)
     length, count = shared
     prefix_of = make_rng(5, seed).integers(count, size=len(arrivals)).tolist()
     token_ids = []
     for arrival, prefix_number in zip(arrivals, prefix_of, strict=True):
-        prefix = []
-        if arrival.follows is None:
-            prefix_rng = make_rng(6 + prefix_number, seed)
-            prefix = prefix_rng.integers(vocab_size, size=length).tolist()
-            previous_tokens = length  # of the prefix, or of the conversation before
-        else:
-            previous = arrivals[arrival.follows]
-            previous_tokens = previous.prompt_len + previous.output_len
-        new_tokens = rng.integers(vocab_size, size=arrival.prompt_len - previous_tokens).tolist()
-        token_ids.append(prefix + new_tokens)
+        prefix_rng = make_rng(6 + prefix_number, seed)
+        prefix = prefix_rng.integers(vocab_size, size=length).tolist()
+        own_tokens = rng.integers(vocab_size, size=arrival.prompt_len - length).tolist()
+        token_ids.append(prefix + own_tokens)
     return token_ids
