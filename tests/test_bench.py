@@ -46,7 +46,6 @@ def own(tmp_path):
     return f"{tmp_path}/own.py"
 
 
-@pytest.mark.timeout(900)
 def test_offline_prints_and_writes_everything(tmp_path, capsys, own):
     policies = [name for name in POLICIES if name != "dynamic"] + [f"{own}:Mine"]
     files = [f"--json={tmp_path / 'r.json'}", f"--plot={tmp_path / 't.png'}"]

@@ -298,7 +298,6 @@ def test_a_missing_package_is_one_line_with_the_command_that_installs_it(package
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "command, status, message",  # the whole of stderr
     [
@@ -376,7 +375,6 @@ def test_a_program_under_nohup_outlives_a_hangup():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_server_of_overhead_is_found_where_python_looks_nowhere(monkeypatch):
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     tiny = ("--preset", "llama-tiny", "--device", "cpu", "--max-len", "64", "--port", "0")
