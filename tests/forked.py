@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Of the fork server, too: what is forked from a process with threads of OpenMP waits for them.
 os.environ["OMP_NUM_THREADS"] = "1"
 ENVIRON = dict(os.environ)
-RUN_LIMIT_S = 300  # a program that hangs is a failure
+RUN_LIMIT_S = 800  # a program that hangs is a failure
 WORLD_LIMIT_S = 60  # a world that hangs is a failure
 forks = multiprocessing.get_context("forkserver")
 PACKAGES = ["torch._dynamo", "tokenizers", "tiktoken", "pydantic", "uvicorn"]

@@ -45,7 +45,6 @@ def own(tmp_path):
     return f"{tmp_path}/own.py"
 
 
-@pytest.mark.timeout(900)
 def test_offline_serves_every_policy_and_one_of_a_file(tmp_path, own):
     policies = [name for name in POLICIES if name != "dynamic"] + [f"{own}:Mine"]
     files = [f"--json={tmp_path / 'r.json'}", f"--plot={tmp_path / 't.png'}"]

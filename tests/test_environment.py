@@ -297,7 +297,6 @@ def test_a_missing_package_is_one_line_with_the_command_that_installs_it(package
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "command, status, message",  # the whole of stderr
     [

@@ -42,7 +42,6 @@ SLOW = ["throughput", "ablation", "pipeline"]
 
 
 @pytest.mark.parametrize("name", with_slow(FAST + SLOW, fast=FAST))
-@pytest.mark.timeout(900)
 def test_numbers_are_those_of_the_results(name):
     findings = simulated(name)
     for claim in EXPERIMENTS[name].claims:

@@ -37,6 +37,8 @@ POLICIES = "\n".join(block for block in CODE if "(SarathiServe):" in block)
 TEMPLATE = (ROOT / "policies/template.py").read_text("utf-8")
 ORDER = MAIN.partition("## Where to read, in this order")[2].partition("```text\n")[2]
 ORDER = ORDER.partition("```")[0].splitlines()
+# how a command in a sentence begins
+IN_PROSE = r"!?(?:\.venv/bin/)?(?:python3? |bench\.py |sample\.py |pytest |pip |npm |git )"
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
@@ -176,16 +178,21 @@ def test_a_policy_that_the_template_has_too_is_the_same_there(block):
 
 
 def commands(text):
-    """The programs and their arguments, [program, argument, ...]: those in blocks, in sentences and
-    in the table of claims."""
-    blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
-    lines = [line for block in blocks for line in re.split(r"&&|(?<!\\)\n", block)]
+    """The commands in the blocks, the sentences and the tables of a README."""
+    lines = []
+    for block in re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL):
+        lines += re.split(r"&&|\n", block.replace("\\\n", " ").strip())
     prose = re.sub("```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
-    programs = r"(?:bench\.py|sample\.py|-m server|-m exercises)"
-    lines += re.findall(rf"`([^`]*{programs} [^`…]+)`", prose)
+    spans = re.findall(r"`([^`]+)`", prose)
+    lines += [span for span in spans if re.match(IN_PROSE, span) and "…" not in span]
     for table in re.findall(r"(?m)^\| claim +\| +command \|.*\n.*\n((?:\|.*\n)*)", prose):
         lines += ["bench.py " + row.split(" | ")[1].strip(" `") for row in table.splitlines()]
-    for words in map(shlex.split, lines):
+    return [re.sub(r"^(\.venv/bin/)?(python )?", "", " ".join(line.split())) for line in lines]
+
+
+def program_lines(text):
+    """The programs of PARSERS in commands, and their arguments, [program, argument, ...]."""
+    for words in map(shlex.split, commands(text)):
         for index, word in enumerate(words):
             if word in PARSERS:
                 yield words[index:]
@@ -198,7 +205,7 @@ def test_every_command_parses(room, tmp_path, monkeypatch):
     Path("my_policy.py").write_text(POLICIES, "utf-8")
     Path("policies").mkdir()
     Path("policies/template.py").write_text(TEMPLATE, "utf-8")
-    in_readme = list(commands(TEXTS[room]))
+    in_readme = list(program_lines(TEXTS[room]))
     assert in_readme or room == "tests/"
     for program, *argv in in_readme:
         if len(argv) == 1:
@@ -217,10 +224,9 @@ def cells(line):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_headline_is_printed_by_its_command(capsys):
     section = MAIN.partition("## What it gains")[2].partition("\n## ")[0]
-    (command,) = (command for command in commands(section) if "--simulate" in command)
+    (command,) = (command for command in program_lines(section) if "--simulate" in command)
     ladder.main(command[1:])
     printed, headline = (
         [cells(line) for line in re.findall(r"(?m)^\|.*", text)]

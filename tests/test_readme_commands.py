@@ -1,0 +1,125 @@
+"""Every command of every README runs: as it stands if time is simulated, else with a tiny model."""
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from pretrained.short_names import SHORT_NAMES
+from tests import forked
+from tests.helpers import ROOT
+from tests.test_readme import POLICIES, TEMPLATE, TEXTS, commands
+
+NOT_RUN = {  # what a command holds -> why no test runs it
+    " -m venv ": ".ci/run does",
+    "pip install ": ".ci/run does",
+    "npm install ": ".ci/run does",
+    "pytest ": ".ci/run does",
+    "git clone ": "needs a network and a GPU",
+    "--nnodes ": "needs several machines",
+    "--nproc-per-node 8 ": "needs eight processors",
+    "-m examples.compare ": "needs other engines",
+    "-m tests.beside ": "needs other engines",
+    "-m examples.fit_device ": "needs times of a GPU",
+}
+SMOLLM2 = SHORT_NAMES["smollm2"]
+MODEL = "--preset llama-tiny --device cpu --dtype float32"
+LOAD = "--max-len 256 --chunk 16 --batch 2 --requests 8"
+TINY = {  # how a command begins -> options in place of its own, or beside them
+    "bench.py": f"{MODEL} --chunk 8 --batch 2 --seq-len 40 --requests 5",
+    "bench.py batches": f"{MODEL}",
+    "bench.py capacity": f"{MODEL} {LOAD} --lengths 20+4",
+    "bench.py check": "",
+    "bench.py explore": "",
+    "bench.py paper": f"{MODEL} --quick --only S-F3,B-1 --out .",
+    "bench.py pipeline": f"{MODEL} --max-len 64 --batch 2 --requests 8",
+    "bench.py pools": "",
+    "bench.py serve": f"{MODEL} {LOAD} --lengths 20+4,30+8 --qps 40",
+    "bench.py serve --url": "--requests 3 --lengths 20+4",
+    "bench.py simulate": "--only sarathi,bubbles --requests 16",
+    "bench.py today": "",
+    "sample.py": f"{MODEL} --max-new-tokens 4",
+    "-m server": f"{MODEL} --max-len 256",
+}
+SMALLER = {"--long-prompt": "100", "--shared-prefix": "64:2"}  # an option -> its value
+
+
+def tiny(line):
+    """The words of a command, with the options of TINY if it takes real time."""
+    words = shlex.split(line)
+    begins = [begin for begin in TINY if f"{line} ".startswith(f"{begin} ")]
+    if not begins or re.search("--simulate (?!this)|--help|smollm2", line):
+        return words
+    options = dict(re.findall(r"(--\S+) ?([^-]\S*)?", TINY[max(begins, key=len)]))
+    options |= {option: value for option, value in SMALLER.items() if option in words}
+    for option, value in options.items():
+        if option not in words:
+            words += [option, value] if value else [option]
+        elif value:
+            words[words.index(option) + 1] = value
+    return words
+
+
+LINES = dict.fromkeys(line for text in TEXTS.values() for line in commands(text))
+RUN = [line for line in LINES if not any(part in f" {line} " for part in NOT_RUN)]
+OF_A_SERVER = [line for line in RUN if re.search("^-m server|^curl | --url ", line)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the files that the commands name."""
+    for name in ("policies", "results"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "policies/template.py").write_text(TEMPLATE, "utf-8")
+    for name in ("my_policy.py", "mine.py", "FILE"):
+        (tmp_path / name).write_text(POLICIES, "utf-8")
+    return tmp_path
+
+
+def run(line, folder):
+    """How a command ends, by torchrun if it says so or needs several processes."""
+    by_torchrun, count, command = re.fullmatch(
+        r"(torchrun --nproc-per-node (\d) )?(.*)", line
+    ).groups()
+    words = tiny(command)
+    if words[0].endswith(".py"):
+        words[0] = str(ROOT / words[0])
+    if by_torchrun or (re.search(" --[tp]p 2| --pools 1:1", line) and "a100" not in line):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", count or "2"]
+        pipes = {"cwd": folder, "capture_output": True, "encoding": "utf-8"}
+        return subprocess.run([*torchrun, *words], **pipes)
+    return forked.run(*words, cwd=folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [line for line in RUN if line not in OF_A_SERVER])
+def test_a_command_runs(line, folder):
+    if SMOLLM2.installed_file() is None and re.search("smollm2|examples.stall", line):
+        pytest.skip(f"needs {SMOLLM2.install}")
+    ended = run(line, folder)
+    unsolved = 1 if line.startswith("-m exercises") else 0
+    assert ended.returncode in (0, unsolved), ended.stdout + ended.stderr
+
+
+@pytest.mark.slow
+def test_a_server_starts_and_what_asks_it_runs(folder, capsys):
+    port = str(forked.free_port())
+    (start,) = (line for line in OF_A_SERVER if "-m server " in line)
+    with forked.Program(*tiny(start.replace("8000", port))) as server:
+        assert port in server.stdout.readline()
+        for line in OF_A_SERVER:
+            if line.startswith("curl "):
+                words = shlex.split(line.replace("8000", port))
+                answer = subprocess.run([*words, "--fail"], capture_output=True, check=True)
+                assert answer.stdout.count(b"data: ") > 20
+            elif " --url " in line:
+                ended = run(line.replace("8000", port), folder)
+                assert ended.returncode == 0, ended.stderr
+        (client,) = re.findall(r"```python\n(.*?)```", TEXTS["server/"], flags=re.DOTALL)
+        exec(client.replace("8000", port).replace("llama-160m", "llama-tiny"), {})
+        assert capsys.readouterr().out
+        server.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
