@@ -80,9 +80,9 @@ def parse_args(argv: Sequence[str] | None) -> CompareOptions:
     parser.set_defaults(command="compare", policies=list(OUR_POLICIES))
     parser.set_defaults(plot=None, html=None)
     args = parser.parse_args(argv)
-    resolved = offline.resolve(parser, args)
-    model = replace(resolved.model, layers=args.layers)
-    options = CompareOptions(**vars(resolved) | {"model": model}, against=args.against)
+    options = CompareOptions(**vars(offline.resolve(parser, args)), against=args.against)
+    model = replace(options.model, layers=args.layers)
+    options = replace(options, model=model)
     if not model.model and not can_save_random(GPTConfig.preset(model.name)):
         parser.error(f"--against: random weights like those of {model.name} cannot be saved")
     return options
