@@ -71,7 +71,7 @@ class RealMachine:
         self.model = model
         self.make_prompts = make_prompts
         self.base, drift = capacity.measure_base(model, chunk, max_len, attention)
-        info = measure_machine(model, name, chunk)
+        info = measure_machine(model, name, chunk, attention)
         self.micro_batches = info.copies or 1
         self.notes = ""
         if info.copies:

@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 
+from attention import Flash, make_attention
+from kv_cache import KVCache
 from lab.measure import timing
 from model import GPT
 from parallel.shard import Shard
 from runtime import dtypes
+from runtime.cuda_graphs import DecodeGraphs
+from runtime.memory import FLASH_PAGE
 from runtime.packed_linear import count_parameters
 
 
@@ -53,25 +57,30 @@ class RealMachineInfo(MachineInfo):
     tp: int | None = None  # None: one process
     pp: int | None = None
     copies: int | None = None  # of the model; None: one
+    attention: str | None = None  # the backend that computes it
+    cuda_graphs: bool | None = None  # whether decodes alone are replayed; None: not on CUDA
     base_busy: bool | None = None  # too busy while the base of SLOs was timed; None: was not timed
 
     def heading(self) -> str:
         """The device, and the model that runs on it."""
-        parallel = f", TP {self.tp} x PP {self.pp}" if self.tp else ""
-        parallel += f", {self.copies} instances" if self.copies else ""
-        compiled = ", compiled" if self.compiled else ""
+        details = f", TP {self.tp} x PP {self.pp}" if self.tp else ""
+        details += f", {self.copies} instances" if self.copies else ""
+        details += ", compiled" if self.compiled else ""
+        details += f", attention: {self.attention}" if self.attention else ""
+        if self.cuda_graphs is not None:
+            details += ", CUDA graphs" if self.cuda_graphs else ", no CUDA graphs"
         rates = ""
         if self.cpu_flops_per_s:
             terms = [f"{flops / 1e12:.2f} in {t}" for t, flops in self.cpu_flops_per_s.items()]
             rates = f"TFLOP/s of this CPU for a chunk: {', '.join(terms)}\n"
         return (
             f"{self.device}, threads: {self.threads}, torch {self.torch}\n"
-            f"{self.model}, {self.parameters:,} parameters, {self.dtype}{parallel}{compiled}\n"
+            f"{self.model}, {self.parameters:,} parameters, {self.dtype}{details}\n"
             f"{rates}"
         )
 
 
-def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
+def measure_machine(model: GPT, name: str, rows: int, attention: str = "auto") -> RealMachineInfo:
     """Measure how fast this machine computes the products of `model`, for `rows` tokens at once,
     and how fast it reads memory. `name` is that of the model."""
     device = model.device
@@ -95,6 +104,7 @@ def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
     if device.type == "cpu":
         rates = dtypes.cpu_rates(torch.get_num_threads())
         cpu_flops_per_s = {str(t).removeprefix("torch."): rate for t, rate in rates.items()}
+    backend, cuda_graphs = running_attention(model, attention)
     return RealMachineInfo(
         device=timing.device_name(device),
         threads=torch.get_num_threads(),
@@ -111,7 +121,21 @@ def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
         tp=ranks and ranks.tp,
         pp=ranks and ranks.pp,
         copies=ranks.copies if ranks and ranks.copies > 1 else None,
+        attention=backend,
+        cuda_graphs=cuda_graphs,
     )
+
+
+def running_attention(model: GPT, attention: str) -> tuple[str, bool | None]:
+    """The class of the backend that `attention` makes here, as "auto" takes the fastest that runs,
+    and whether a batch of decodes alone is a CUDA graph; None without CUDA."""
+    cache = KVCache(model.config, 1, FLASH_PAGE, model.device, model.dtype)
+    backend = make_attention(model.config, cache, attention)
+    cuda_graphs = False if cache.data.is_cuda else None
+    if isinstance(backend, Flash) and not isinstance(model, Shard):
+        with torch.inference_mode():
+            cuda_graphs = DecodeGraphs(model, cache, backend).graph_of(1) is not None
+    return type(backend).__name__, cuda_graphs
 
 
 def memory_bandwidth(device: torch.device) -> float:
