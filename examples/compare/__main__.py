@@ -97,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with TemporaryDirectory() as folder:
         model_options = with_checkpoint(options.model, load.seq_len, folder)
         model = load_model(model_options, load.seq_len, positions_from="--seq-len")
-        machine = measure_machine(model, options.model.title, options.chunk)
+        machine = measure_machine(
+            model, options.model.title, options.chunk, options.model.attention
+        )
         print(machine.heading())
         try:
             results = compare_engines(

@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 
+from attention import Flash, make_attention
+from kv_cache import KVCache
 from lab.measure import timing
 from model import GPT
 from parallel.shard import Shard
+from runtime.cuda_graphs import DecodeGraphs
+from runtime.memory import FLASH_PAGE
 from runtime.packed_linear import count_parameters
 
 
@@ -51,20 +55,29 @@ class RealMachineInfo(MachineInfo):
     busy: bool  # whether the machine was too busy while this was measured
     tp: int | None = None  # None: one process
     pp: int | None = None
+    attention: str | None = None  # the backend that computes it
+    cuda_graphs: bool | None = None  # whether decodes alone are replayed; None: not on CUDA
     base_busy: bool | None = None  # too busy while the base of SLOs was timed; None: was not timed
 
     def heading(self) -> str:
         """The device, and the model that runs on it."""
-        parallel = f", TP {self.tp} x PP {self.pp}" if self.tp else ""
-        compiled = ", compiled" if self.compiled else ""
+        details = f", TP {self.tp} x PP {self.pp}" if self.tp else ""
+        details += ", compiled" if self.compiled else ""
+        details += f", attention: {self.attention}" if self.attention else ""
+        if self.cuda_graphs is not None:
+            details += ", CUDA graphs" if self.cuda_graphs else ", no CUDA graphs"
         return (
             f"{self.device}, threads: {self.threads}, torch {self.torch}\n"
-            f"{self.model}, {self.parameters:,} parameters, {self.dtype}{parallel}{compiled}\n"
+            f"{self.model}, {self.parameters:,} parameters, {self.dtype}{details}\n"
         )
 
 
 def measure_machine(
-    model: GPT, name: str, rows: int, clock: Callable[[], float] = timing.wall_time
+    model: GPT,
+    name: str,
+    rows: int,
+    attention: str = "auto",
+    clock: Callable[[], float] = timing.wall_time,
 ) -> RealMachineInfo:
     """Measure how fast this machine computes the products of `model`, for `rows` tokens at once,
     and how fast it reads memory. `name` is that of the model.
@@ -93,6 +106,7 @@ def measure_machine(
     if isinstance(model, Shard):  # it has a part of the whole model
         whole_model = model.whole_model()
         ranks = model.ranks
+    backend, cuda_graphs = running_attention(model, attention)
     return RealMachineInfo(
         device=timing.device_name(device),
         threads=torch.get_num_threads(),
@@ -107,7 +121,21 @@ def measure_machine(
         busy=drift > timing.BUSY,
         tp=ranks and ranks.tp,
         pp=ranks and ranks.pp,
+        attention=backend,
+        cuda_graphs=cuda_graphs,
     )
+
+
+def running_attention(model: GPT, attention: str) -> tuple[str, bool | None]:
+    """The class of the backend that `attention` makes here, as "auto" takes the fastest that runs,
+    and whether a batch of decodes alone is a CUDA graph; None without CUDA."""
+    cache = KVCache(model.config, 1, FLASH_PAGE, model.device, model.dtype)
+    backend = make_attention(model.config, cache, attention)
+    cuda_graphs = False if cache.data.is_cuda else None
+    if isinstance(backend, Flash) and not isinstance(model, Shard):
+        with torch.inference_mode():
+            cuda_graphs = DecodeGraphs(model, cache, backend).graph_of(1) is not None
+    return type(backend).__name__, cuda_graphs
 
 
 def memory_bandwidth(device: torch.device, clock: Callable[[], float] = timing.wall_time) -> float:
