@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import EngineConfig
-from engine import Computed, Engine
+from engine import Engine, no_interrupt
 from model import FlatBatch
 from parallel.ranks import Ranks
 from parallel.shard import Shard
@@ -204,7 +204,6 @@ class Flight:
     """A batch that ranks compute."""
 
     command: int
-    restarts: int  # of the journal: a batch of before is of no use
     batch: Batch
     iteration: Iteration  # but for its end
     full_since: float  # see MicroBatches
@@ -255,26 +254,44 @@ class RanksEngine(Engine):
         """Whether any request has not ended, or any rank works for this engine."""
         return bool(self.scheduler.requests or self.in_flight)
 
-    def running_in(self, request_id: int) -> Scheduler:
-        """The scheduler of the micro-batch in which a request runs; any, if it waits."""
-        return self.micro_batches.running_in(request_id)
-
     def step(self) -> list[Event]:
         """Let ranks have work, or wait for a result: an Event for each new token.
 
         May end all processes, as Ranks.command does."""
         self.last_iteration = None
-        if self._computed is None:  # if not, an interrupt came while it was recorded
-            number = self.wait_for_batch()
-            self._computed = None if number is None else self._result(number)
-            if self._computed is None:
-                return []
-        number = self._computed.iteration.micro_batch
-        events = self._advance(self._computed)
-        self.ranks.replies.pop(self.flights[number].command, None)
-        # in one statement and the last: an interrupt before it keeps the events for the next step
-        self.flights, self._computed = self._other_flights(number), None
-        return events
+        number = self.wait_for_batch()
+        if number is None:
+            return []
+        with no_interrupt():
+            return self.land(number)
+
+    def land(self, number: int) -> list[Event]:
+        """Move the requests of a micro-batch on whose batch is computed. What its model raised is
+        raised, and the batch is sent again."""
+        flight = self.flights.pop(number)
+        replies = self.ranks.replies.pop(flight.command)
+        results = [replies[rank] for rank in sorted(replies)]
+        scheduler = self.schedulers[number]
+        if flight.batch is not scheduler.batch:
+            return []  # all was reset since it was sent
+        if isinstance(results[0], Exception):
+            raise results[0]
+        now = self.clock()
+        if self.record:
+            shift = now - time.perf_counter()  # from Ranks.clock to this one; read at once
+            times = [StageTime(r.start + shift, r.end + shift, r.waited) for r in results]
+            chunks = flight.iteration.chunks
+            self.micro_batches.book(number, times, flight.full_since, flight.batch, chunks)
+        self.last_iteration = flight.iteration._replace(end=now)
+        scheduler.observe(flight.batch, now - flight.iteration.start)
+        tokens = tokens_of(flight.batch, results[-1].sampled)
+        return self.advance(scheduler, flight.batch, tokens, now)
+
+    def reset(self) -> None:
+        """As of Engine. Waits for the ranks, which compute what is of no use any more."""
+        super().reset()
+        while self.flights:
+            self.step()
 
     def wait_for_batch(self) -> int | None:
         """Let ranks have work. Returns a micro-batch whose batch is computed, if there is one."""
@@ -287,52 +304,19 @@ class RanksEngine(Engine):
     def _begin_batch(self, number: int) -> bool:
         """Let the next batch of a micro-batch begin, if it has any."""
         start = self.clock()
-        batch = self.micro_batches.next_batch(number, start)
-        if not batch:
-            return False
-        scheduler = self.schedulers[number]
-        iteration = Iteration.of(scheduler, batch, start, end=start, launch=self.clock())
-        flight = Flight(
-            command=self.send(number, batch),
-            restarts=self.scheduler.journal.restarts,
-            batch=batch,
-            iteration=iteration,
-            full_since=self.micro_batches.full_since(number),
-        )
-        self.flights = {**self.flights, number: flight}
+        with no_interrupt():
+            batch = self.micro_batches.next_batch(number, start)
+            if not batch:
+                return False
+            scheduler = self.schedulers[number]
+            iteration = Iteration.of(scheduler, batch, start, end=start, launch=self.clock())
+            self.flights[number] = Flight(
+                command=self.send(number, batch),
+                batch=batch,
+                iteration=iteration,
+                full_since=self.micro_batches.full_since(number),
+            )
         return True
-
-    def _result(self, number: int) -> Computed | None:
-        """What came of the batch of a micro-batch; None if its requests have begun anew. What its
-        model raised is raised."""
-        flight = self.flights[number]
-        replies = self.ranks.replies[flight.command]
-        results = [replies[rank] for rank in sorted(replies)]
-        is_of_use = flight.restarts == self.scheduler.journal.restarts
-        if is_of_use and not isinstance(results[0], Exception):
-            return self._computed_of(flight, results)
-        self.flights = self._other_flights(number)
-        self.ranks.replies.pop(flight.command)
-        if is_of_use:
-            raise results[0]
-        return None
-
-    def _other_flights(self, number: int) -> dict[int, Flight]:
-        """The flights of all micro-batches but one."""
-        return {other: flight for other, flight in self.flights.items() if other != number}
-
-    def _computed_of(self, flight: Flight, results: Sequence[StageResult]) -> Computed:
-        """What came of a batch, from the results of all its stages."""
-        number = flight.iteration.micro_batch
-        now = self.clock()
-        shift = now - time.perf_counter()  # from Ranks.clock to this one; read at once
-        tokens = tokens_of(flight.batch, results[-1].sampled)
-        if self.record:
-            times = [StageTime(r.start + shift, r.end + shift, r.waited) for r in results]
-            chunks = flight.iteration.chunks
-            self.micro_batches.book(number, times, flight.full_since, flight.batch, chunks)
-        self.schedulers[number].observe(flight.batch, now - flight.iteration.start)
-        return Computed(flight.batch, tokens, flight.iteration._replace(end=now))
 
 
 class ParallelEngine(RanksEngine):

@@ -58,7 +58,7 @@ class Iteration(NamedTuple):
         launch: float | None = None,
     ) -> Self:
         """The record of a batch of this scheduler whose requests have not moved on."""
-        schedulers: Sequence[Scheduler] = scheduler.journal.schedulers
+        schedulers = scheduler.peers
         return cls(
             start=start,
             end=end,

@@ -24,7 +24,7 @@ from scheduler import Scheduler
 # dynamic.py's, which at most lets the head of the line wait
 DECIDE = ("admit", "rank", "grow_decodes", "schedule")
 HOMES = {p: {getattr(cls, part).__module__ for part in DECIDE} for p, cls in POLICIES.items()}
-FIRST_COME = {"scheduler", "policies.ablations", "policies.dynamic"}
+FIRST_COME = {"scheduler", "bookkeeping", "policies.ablations", "policies.dynamic"}
 IN_ORDER = [policy for policy, homes in HOMES.items() if homes <= FIRST_COME]
 RESERVING = [  # max_len tokens at admission
     name for name, cls in POLICIES.items() if cls.reserved is Scheduler.reserved
