@@ -100,7 +100,7 @@ class Bookkeeping:
         return self.batch
 
     def check_progress(self) -> None:
-        """Raise RuntimeError after an empty batch, if there are requests and none runs elsewhere."""
+        """Raise RuntimeError if no batch was made for requests, and none of them runs elsewhere."""
         has_own = bool(self.running or self.waiting)
         others_run = any(peer.running for peer in self.peers)
         if self.requests and (has_own or not others_run):

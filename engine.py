@@ -100,17 +100,13 @@ class Engine:
             config = EngineConfig(**fields)
         elif fields:
             raise TypeError(f"{', '.join(fields)}: give these to the EngineConfig")
-        self.config = config = self.fit(model, config)
+        self.config = config = config.for_model(model)
         self.clock = lambda: check_number("clock()", clock(), "a finite number of seconds")
         self.scheduler = self.make_scheduler()
         self.runner = self.make_runner(model, config)
         self.last_iteration: Iteration | None = None
         self._next_id = 0
         self._serving = False  # True: generate or stream computes, or was broken off
-
-    def fit(self, model: GPT, config: EngineConfig) -> EngineConfig:
-        """The config with all numbers filled in."""
-        return config.for_model(model)
 
     def make_scheduler(self) -> Scheduler:
         """The scheduler, the first one if there are several."""

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
@@ -61,36 +61,27 @@ Message = Command | Reply | Failure | Heartbeat | None  # None: all is done
 
 
 class Ranks:
-    """The tp * pp processes that torchrun has started, as one of them sees them; or `copies` times
-    as many, which have whole copies of the model.
+    """The tp * pp processes that torchrun has started, as one of them sees them.
 
-    Rank r is part r % tp of stage r // tp % pp. Raises ConnectionError if they
+    Rank r is part r % tp of stage r // tp. Raises ConnectionError if they
     do not meet; ValueError if torchrun has started another number, its variables make no sense, or
     GPUs are missing."""
 
-    def __init__(
-        self,
-        tp: int,
-        pp: int,
-        device_type: str = "cpu",
-        copies: int = 1,
-    ) -> None:
+    def __init__(self, tp: int, pp: int, device_type: str = "cpu") -> None:
         self.tp = tp
         self.pp = pp
-        self.copies = copies
-        self.size = tp * pp * copies
+        self.size = tp * pp
         self.place = find_place()
         self.rank = self.place.rank
-        self.stage, self.part = divmod(self.rank % (tp * pp), tp)
+        self.stage, self.part = divmod(self.rank, tp)
         started = self.place.world_size
         if started != self.size:
-            sizes = f"tp={tp}, pp={pp}" + (f", copies={copies}" if copies > 1 else "")
-            raise ValueError(f"{sizes}: needs {self.size} processes, not {started}")
+            raise ValueError(f"tp={tp}, pp={pp}: needs {self.size} processes, not {started}")
         self.device = device_of(device_type, self.place)
 
         self.work: Any = None  # the object whose methods are called, once `start` has made it
         self.numbers = count()  # of commands, and of other things that all ranks must tell apart
-        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()  # on rank 0 for `tell`
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.replies: dict[int, dict[int, Any]] = {}  # on rank 0: command -> {rank: result}
         self.reply_arrived = Condition()
         self.in_flight: deque[tuple[list[Any], list[Tensor]]] = deque(maxlen=MOST_IN_FLIGHT)
@@ -126,7 +117,7 @@ class Ranks:
                 world_size=self.size,
                 timeout=COMPUTE_LIMIT,
             )
-            shape = (self.copies * self.pp, self.tp)
+            shape = (self.pp, self.tp)
             mesh = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "tp"))
             self.tp_group = mesh["tp"].get_group()
             # one for each direction: in a common group a call takes twice as long
@@ -163,9 +154,6 @@ class Ranks:
             self._carry_out_commands(make)
         with self.watch.limit(LOAD_LIMIT):
             self.work = make()
-        if self.copies > 1:
-            threads = torch.get_num_threads()
-            Thread(target=self._obey_itself, args=[threads], daemon=True).start()
         self.wait_for_replies(STARTED, self.size - 1)
         return self.work
 
@@ -197,35 +185,14 @@ class Ranks:
         """Let all ranks call a method. Returns the command's number when rank 0 has called it."""
         command = Command(next(self.numbers), method, arguments)
         with self.unbroken():
-            self._send_command(command, self.peers)
+            with self.watch.limit(COMPUTE_LIMIT):
+                self._send(command)
             self._carry_out(command)
         return command.number
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Let all ranks call a method that returns something: the results, in their order."""
         return self.results(self.command(method, *arguments), self.size)
-
-    def tell(self, rank: int, method: str, *arguments: Any) -> int:
-        """Let one rank call a method. Returns the command's number, without waiting.
-
-        With `copies` rank 0 calls it in a thread. An exception there is its reply."""
-        command = Command(next(self.numbers), method, arguments)
-        if rank == 0:
-            self.commands.put(command)
-        else:
-            with self.unbroken():
-                self._send_command(command, [rank])
-        return command.number
-
-    def _obey_itself(self, threads: int) -> None:
-        """Carry out the commands that rank 0 gives to itself, on so many CPU threads."""
-        torch.set_num_threads(threads)  # OpenMP's number is of each thread that calls it
-        while True:
-            command = self.commands.get()
-            try:
-                self._carry_out(command)
-            except Exception as error:
-                self.reply(command.number, error)
 
     @contextmanager
     def unbroken(self) -> Iterator[None]:
@@ -236,13 +203,6 @@ class Ranks:
         self.out_of_step = True
         yield
         self.out_of_step = False
-
-    def first_reply(self, numbers: Iterable[int], timeout_s: float) -> int | None:
-        """One of these commands that has a reply; None if there is none in so many seconds."""
-        numbers = list(numbers)
-        with self.reply_arrived:
-            self.reply_arrived.wait_for(lambda: any(map(self.replies.get, numbers)), timeout_s)
-        return next(filter(self.replies.get, numbers), None)
 
     def wait_for_replies(self, number: int, needed: int) -> None:
         """Wait until a command has so many `replies`. There is no limit: when a rank is gone,
@@ -281,18 +241,14 @@ class Ranks:
             self.replies.setdefault(reply.number, {})[rank] = reply.result
             self.reply_arrived.notify_all()
 
-    def _send_command(self, command: Command, ranks: Iterable[int]) -> None:
-        with self.watch.limit(COMPUTE_LIMIT):
-            self._send(command, ranks)
-
-    def _send(self, message: Message, ranks: Iterable[int] | None = None) -> None:
-        """Send a message to these ranks, or to all peers, without waiting."""
+    def _send(self, message: Message) -> None:
+        """Send a message to all peers, without waiting."""
         body = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         parts = [torch.tensor([len(body)]), body]
         works: list[Any] = []
         self.in_flight.append((works, parts))  # the tensors must live until they are sent
         with self.send_lock:  # the parts of two threads' messages must not mix
-            for rank in self.peers if ranks is None else ranks:
+            for rank in self.peers:
                 for part in parts:
                     works.append(dist.isend(part, dst=rank, group=self.send_group))
 

@@ -7,7 +7,7 @@ rank 0, with the times of all stages. Read first: policies/micro_batches.py, ran
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 from weakref import WeakSet
@@ -23,6 +23,7 @@ from parallel.ranks import Ranks
 from parallel.shard import Shard
 from policies.micro_batches import MicroBatches, StageTime
 from policies.observers import Iteration
+from pretrained.tokenizers import Tokenizer
 from request import Batch, Chunk, Event
 from runtime.lone_chunk import lone_chunk
 from runtime.memory import MAX_BATCH
@@ -190,7 +191,7 @@ class ParallelRunner(Runner):
 
     def collect(self, command: int) -> list[StageResult]:
         """The results of all stages for a command."""
-        return self.ranks.results(command, self.ranks.pp * self.ranks.copies)
+        return self.ranks.results(command, self.ranks.pp)
 
     def greedy(self, chunks: Sequence[Chunk]) -> list[int]:
         """As Runner.greedy, through all stages."""
@@ -209,36 +210,43 @@ class Flight:
     full_since: float  # see MicroBatches
 
 
-class RanksEngine(Engine):
-    """An engine that gives batches to ranks and handles one result in a step.
+class ParallelEngine(Engine):
+    """An engine whose model is divided among all ranks.
 
     Each micro-batch has a scheduler, and at most one batch in flight; `self.scheduler` is the first
-    one. With `record`, `micro_batches` learns what the stages do."""
+    one. `max_batch` is of each. They share the pages, as many as the smallest rank has room for.
+    With `record`, `micro_batches` learns what the stages do."""
 
     runner: ParallelRunner
     record = False
 
-    def fit(self, model: Any, config: EngineConfig) -> EngineConfig:
-        """The config, with as many pages as the smallest rank has room for."""
-        ranks = model.ranks
-        self.ranks: Ranks = ranks
+    def __init__(
+        self,
+        model: Any,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        **fields: Any,
+    ) -> None:
+        config = config or EngineConfig(**fields)
+        ranks: Ranks = model.ranks
+        self.ranks = ranks
         self.flights: dict[int, Flight] = {}  # by micro-batch, the one that was sent first is first
         self.order = list(range(ranks.pp))  # of micro-batches: who landed first begins first
         of_all = replace(config, max_batch=config.max_batch and config.max_batch * ranks.pp)
         ranks.command("free_caches_except", [runner.key for runner in ranks.work.alive])
-        pages = min(ranks.call("available_pages", of_all))
+        pages = min(ranks.call("available_pages", of_all))  # as many as the smallest rank has
         max_batch = config.max_batch or min(pages // ranks.pp, MAX_BATCH)
-        return super().fit(model, replace(config, pages=pages, max_batch=max_batch))
+        config = replace(config, pages=pages, max_batch=max_batch)
+        super().__init__(model, config, tokenizer=tokenizer, clock=clock)
 
     def make_scheduler(self) -> Scheduler:
-        """The first of all micro-batches' schedulers."""
-        self.micro_batches = MicroBatches(self.make_schedulers(), self.ranks.pp)
-        return self.micro_batches.schedulers[0]
-
-    def make_schedulers(self) -> Sequence[Scheduler]:
-        """That of each micro-batch. All of them take from one queue."""
+        """The first of all micro-batches' schedulers. All of them take from one queue."""
         pp = self.ranks.pp
-        return [self.config.scheduler(self.clock, pp) for _ in range(pp * self.ranks.copies)]
+        schedulers = [self.config.scheduler(self.clock, pp) for _ in range(pp)]
+        self.micro_batches = MicroBatches(schedulers, pp)
+        return schedulers[0]
 
     def make_runner(self, model: Any, config: EngineConfig) -> Runner:
         """The runners of all ranks."""
@@ -246,36 +254,57 @@ class RanksEngine(Engine):
 
     @property
     def in_flight(self) -> bool:
-        """Whether any rank works for this engine."""
+        """Whether any batch is in flight."""
         return bool(self.flights)
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended, or any rank works for this engine."""
-        return bool(self.scheduler.requests or self.in_flight)
+        """Whether any request has not ended, or any batch is in flight."""
+        return bool(self.scheduler.requests or self.flights)
 
     def step(self) -> list[Event]:
-        """Let ranks have work, or wait for a result: an Event for each new token.
+        """Send the next batch on its way, or else wait for the one that was sent first.
 
-        May end all processes, as Ranks.command does."""
+        Returns an Event for each new token. Raises RuntimeError as Ranks.command does."""
         self.last_iteration = None
-        number = self.wait_for_batch()
-        if number is None:
+        for number in self.order:
+            if number not in self.flights and self._begin_batch(number):
+                return []
+        if not self.flights:
             return []
+        number, flight = next(iter(self.flights.items()))
+        self.ranks.wait_for_replies(flight.command, self.ranks.pp)
         with no_interrupt():
-            return self.land(number)
+            return self._land(number, flight)
 
-    def land(self, number: int) -> list[Event]:
-        """Move the requests of a micro-batch on whose batch is computed. What its model raised is
-        raised, and the batch is sent again."""
-        flight = self.flights.pop(number)
-        replies = self.ranks.replies.pop(flight.command)
-        results = [replies[rank] for rank in sorted(replies)]
+    def _begin_batch(self, number: int) -> bool:
+        """Let the next batch of a micro-batch begin, if it has any. The cache has the pages of one
+        micro-batch after the other."""
+        start = self.clock()
+        with no_interrupt():
+            batch = self.micro_batches.next_batch(number, start)
+            if not batch:
+                return False
+            scheduler = self.schedulers[number]
+            iteration = Iteration.of(scheduler, batch, start, end=start, launch=self.clock())
+            first_page = number * scheduler.pages.total
+            self.flights[number] = Flight(
+                command=self.runner.send([SentChunk.of(chunk, first_page) for chunk in batch]),
+                batch=batch,
+                iteration=iteration,
+                full_since=self.micro_batches.full_since(number),
+            )
+        return True
+
+    def _land(self, number: int, flight: Flight) -> list[Event]:
+        """Move the requests of a batch on that all stages have computed."""
+        results = self.runner.collect(flight.command)
+        del self.flights[number]
+        self.order.remove(number)
+        self.order.append(number)
         scheduler = self.schedulers[number]
         if flight.batch is not scheduler.batch:
             return []  # all was reset since it was sent
-        if isinstance(results[0], Exception):
-            raise results[0]
         now = self.clock()
         if self.record:
             shift = now - time.perf_counter()  # from Ranks.clock to this one; read at once
@@ -292,52 +321,3 @@ class RanksEngine(Engine):
         super().reset()
         while self.flights:
             self.step()
-
-    def wait_for_batch(self) -> int | None:
-        """Let ranks have work. Returns a micro-batch whose batch is computed, if there is one."""
-        raise NotImplementedError
-
-    def send(self, number: int, batch: Batch) -> int:
-        """Let ranks compute a batch of a micro-batch. Returns the number of the command."""
-        raise NotImplementedError
-
-    def _begin_batch(self, number: int) -> bool:
-        """Let the next batch of a micro-batch begin, if it has any."""
-        start = self.clock()
-        with no_interrupt():
-            batch = self.micro_batches.next_batch(number, start)
-            if not batch:
-                return False
-            scheduler = self.schedulers[number]
-            iteration = Iteration.of(scheduler, batch, start, end=start, launch=self.clock())
-            self.flights[number] = Flight(
-                command=self.send(number, batch),
-                batch=batch,
-                iteration=iteration,
-                full_since=self.micro_batches.full_since(number),
-            )
-        return True
-
-
-class ParallelEngine(RanksEngine):
-    """An engine whose model is divided among all ranks.
-
-    `max_batch` is of each micro-batch. They share the pages, as many as the smallest rank has room
-    for."""
-
-    def wait_for_batch(self) -> int | None:
-        """Send the next batch on its way, or else wait for the one that was sent first."""
-        for number in self.order:
-            if number not in self.flights and self._begin_batch(number):
-                return None
-        if not self.flights:
-            return None
-        number, flight = next(iter(self.flights.items()))
-        self.ranks.wait_for_replies(flight.command, self.ranks.pp)
-        self.order = [*(other for other in self.order if other != number), number]
-        return number
-
-    def send(self, number: int, batch: Batch) -> int:
-        """Send a batch to all ranks. The cache has the pages of one micro-batch after the other."""
-        first_page = number * self.schedulers[number].pages.total
-        return self.runner.send([SentChunk.of(chunk, first_page) for chunk in batch])

@@ -26,8 +26,9 @@ decide so, and this module follows them where they agree:
   stall all others there, which is what two pools are to prevent.
 
 One request has pages of both instances while it is sent. An abort frees them when the transfer has
-ended, not before: a link still reads the ones and writes the others. Plain Python, for simulated
-and real instances. Read first: scheduler.py. Read next: lab/simulator/pools.py."""
+ended, not before: a link still reads the ones and writes the others.
+
+Read first: scheduler.py. Read next: lab/simulator/pools.py."""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ class Instance(Scheduler):
         """End a request. If it is being sent, its pages are freed when the transfer has ended."""
         transfer = self.transfers.get(request)
         if transfer is not None and transfer.target is not None:
-            transfer.abandoned_pages = transfer.abandoned_pages or request.pages
+            transfer.abandoned_pages = request.pages
             request.pages = []
         elif transfer is not None:
             del self.transfers[request]
@@ -121,11 +122,6 @@ class Instance(Scheduler):
                 transfer.source.pages.free(request.pages)
                 request.pages = []
         super().finish(request, reason)
-
-    def reset(self) -> None:
-        """As of Scheduler. What is sent ends nowhere."""
-        self.transfers.clear()
-        super().reset()
 
     def check_progress(self) -> None:
         """An empty batch is no mistake: there may be no memory until a transfer has ended."""
@@ -247,7 +243,7 @@ class TwoPools:
     def start_transfers(self) -> list[Transfer]:
         """Reserve memory for the first in line, as long as there is some: these are to be sent.
 
-        A real or simulated link sends them, not before their prefill has written them."""
+        The link sends them, not before their prefill has written them."""
         started: list[Transfer] = []
         for transfer in self.transfers.values():
             if transfer.target is not None:
@@ -270,10 +266,8 @@ class TwoPools:
     def end_transfer(self, transfer: Transfer) -> bool:
         """Let a request decode whose keys and values are in its target pages.
 
-        Returns False if it has ended meanwhile, or began anew: then its pages are free."""
+        Returns False if it has ended meanwhile: then its pages are free."""
         request = transfer.request
-        if self.transfers.get(request) is not transfer:
-            return False  # an interrupt came, and all has begun anew
         source = transfer.source
         target = transfer.target
         assert target is not None  # it was started

@@ -134,7 +134,7 @@ class World:
     def __init__(self, job, out):
         self.out = out
         self.statuses = {}
-        size = job["tp"] * job["pp"] * job.get("copies", 1)
+        size = job["tp"] * job["pp"]
         node_size = job.get("node_size", size)
         port = free_port()
         self.programs = {}

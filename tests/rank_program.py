@@ -1,8 +1,7 @@
 """The programs that several processes run together in the tests of parallel/.
 
-A job is a dict: `program`, the name of a function here, `tp`, `pp`, and what that function takes;
-with `copies` there are so many whole models, and `kind` is a key of KINDS. Its model is one of
-rank_stages.py. Each rank finds its job in $RANK_JOB; see forked.py, which starts them."""
+A job is a dict: `program`, the name of a function here, `tp`, `pp`, and what that function takes.
+Its model is one of rank_stages.py. Each rank finds its job in $RANK_JOB; forked.py starts them."""
 
 import json
 import os
@@ -11,40 +10,28 @@ import subprocess
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from random import Random
 
-import pytest
 import torch
-import torch.distributed as dist
 
 import bench
-import parallel.instances
 import parallel.meeting
 import parallel.ranks
-import parallel.stages
-import parallel.transfer
 import parallel.watch
-import policies.pools
 from cli import console
 from lab.measure import timing
-from lab.measure.link import measure_link
 from lab.measure.token_budget import auto_budget
 from parallel import engine_for, runner_for
-from parallel.instances import ChunkedPoolsEngine, PoolsEngine, ReplicasEngine
-from parallel.ranks import STARTED, Ranks
+from parallel.ranks import STARTED
 from parallel.stages import SentChunk
-from parallel.transfer import Link
 from runtime.lone_chunk import lone_chunk
 from sampling import SamplingParams
 from tests.helpers import check_integrity, completions_of
 from tests.rank_stages import LONG_S, FaultyStage, model_of, out, send_signal, size
-from tests.test_interrupt import FILES, NEVER, Interrupt
 
-KINDS = {"pools": PoolsEngine, "pools chunks": ChunkedPoolsEngine, "replicas": ReplicasEngine}
 PI = [3, 1, 4, 1, 5, 9, 2, 6]
 PROMPTS = [[7, 8, 9], [1] * 20, [*PI, *PI, 60], [*PI, *PI, 33], PI, [4], [5, 6]]
 PARAMS = [
@@ -75,7 +62,7 @@ def engine_of(job, model=None, settings=None):
     model = model or model_of(job)
     settings = dict(settings or job["engine"])
     settings["pages"] *= job["pp"]
-    engine = KINDS[job["kind"]] if job.get("copies", 1) > 1 else engine_for(model)
+    engine = engine_for(model)
     if settings.get("chunk") != "auto":
         return engine(model, **settings)
     del settings["chunk"]
@@ -181,8 +168,7 @@ def observed(job):
 
 
 def aborts(job):
-    """Abort so many requests while batches, or keys and values, are on their way: how many were
-    aborted."""
+    """Abort so many requests while batches are on their way: how many were aborted."""
     engine = engine_of(job)
     expected = generate(engine)
     ids = add_all(engine)
@@ -202,105 +188,18 @@ def aborts(job):
 
 
 def on_their_way(engine):
-    """The ids of requests on the link, or of one of each micro-batch while all are in flight."""
-    if isinstance(engine, PoolsEngine):
-        return {sending.transfer.request.id for sending in engine.sending.values()}
+    """The ids of one request of each micro-batch while all are in flight."""
     in_flight = len(engine.flights) == len(engine.schedulers)
     running = [scheduler.running[:1] for scheduler in engine.schedulers]
     return {r.id for r in sum(running, [])} if in_flight and all(running) else set()
 
 
-# interrupts
-
-DECIDING = [parallel.stages, parallel.instances, parallel.transfer, policies.pools]
-COMMANDS = (Ranks.command.__code__, Ranks.tell.__code__, Link.send.__code__)
-
-
-class OutsideOfCommands(Interrupt):
-    """Interrupts rank 0 wherever it decides or waits, while no command is given."""
-
-    def profile(self, frame, event, arg):
-        caller = frame
-        while caller and caller.f_code not in COMMANDS:
-            caller = caller.f_back
-        if caller is None:
-            super().profile(frame, event, arg)
-
-
-def interrupted(job):
-    """Serve all requests, each time with 30 interrupts, also while rank 0 waits: how many came."""
-    FILES.add(parallel.ranks.__file__)
-    engine = engine_of(job)
-    expected = generate(engine)
-    interrupts = 0
-    for seed in job["seeds"]:
-        random = Random(seed)
-        gaps = [random.randint(1, 600) for _ in range(30)]
-        interrupts += serve_interrupted(engine, REQUESTS, gaps, expected)
-    return interrupts
-
-
-def interrupted_at_each_place(job):
-    """Serve one request again and again, each time with an interrupt at the next place. Returns how
-    many there are."""
-    parallel.instances.WAIT_S = 10.0  # a step that waits in vain would be more places
-    engine = engine_of(job)
-    request = [1, 2, 3], SamplingParams(2, logprobs=True)
-    expected = engine.generate([request[0]], request[1], progress=False)
-    place = 1
-    while serve_interrupted(engine, [request], [place], expected):
-        place += 1
-    if engine.ranks.copies > 1:  # nothing was sent twice
-        assert engine.ranks.call("num_received") == [0] * engine.ranks.copies
-    return place - 1
-
-
-def serve_interrupted(engine, requests, gaps, expected):
-    """Serve some requests, which must yield the completions `expected`. KeyboardInterrupt is raised
-    after gaps[0] places, then after gaps[1] more, and so on. Returns how often."""
-    FILES.update(module.__file__ for module in DECIDING)
-    gaps = [*gaps, NEVER]
-    interrupts = 0
-
-    def interrupted_call(function, *arguments):
-        nonlocal interrupts
-        interrupt = OutsideOfCommands(gaps[interrupts])
-        value = interrupt(function, *arguments)
-        gaps[interrupts] -= interrupt.events
-        interrupts += interrupt.raised
-        return value
-
-    for number, request in enumerate(requests):
-        while len(engine.scheduler.requests) == number:
-            interrupted_call(engine.add_request, *request)
-    done = {}
-    while engine.has_work:
-        done |= completions_of(interrupted_call(engine.step) or [])
-    for request_id, other in zip(sorted(done), expected, strict=True):
-        assert done[request_id].tokens == other.tokens
-        expected_logprobs = pytest.approx(other.logprobs or [], rel=0, abs=1e-10)
-        assert (done[request_id].logprobs or []) == expected_logprobs
-    check_nothing_is_left(engine)
-    return interrupts
-
-
 def broken_off(job):
-    """Serve, and go on whatever is raised on rank 0: by the job's fault, or by a Ctrl-C between the
-    two messages of a transfer, if there are several instances."""
+    """Serve, and go on when the job's fault is raised on rank 0."""
     engine = engine_of(job)
     engine.add_request([1, 2, 3], SamplingParams(9))
-    isend = dist.isend
-
-    def interrupted_isend(tensor, *arguments, **options):
-        if tensor.dtype == engine.runner.model.dtype:
-            dist.isend = isend
-            raise KeyboardInterrupt
-        return isend(tensor, *arguments, **options)
-
-    if "copies" in job:
-        dist.isend = interrupted_isend
     while engine.has_work:
-        with suppress(ArithmeticError, KeyboardInterrupt):
+        with suppress(ArithmeticError):
             engine.step()
 
 
@@ -384,21 +283,6 @@ def sizes(job):
         config = engine_for(model)(model, max_batch=max_batch, **job["sizes"]).config
         decided.append([config.pages, config.max_batch, model.ranks.work.max_batch_asked])
     return decided
-
-
-def link_speed(job):
-    """The speed of the link between two ranks, and how many batches they computed meanwhile."""
-    model = model_of(job)
-    tell = model.ranks.tell
-    methods = Counter()
-
-    def counted_tell(rank, method, *arguments):
-        methods[method] += 1
-        return tell(rank, method, *arguments)
-
-    model.ranks.tell = counted_tell
-    speed = measure_link(model, job["max_len"], "auto")
-    return asdict(speed) | dict(batches=methods["run"])
 
 
 def command(job):

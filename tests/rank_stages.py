@@ -14,14 +14,13 @@ from model import GPT, GPTConfig
 from parallel.ranks import Ranks
 from parallel.shard import Shard
 from parallel.stages import Stage
-from parallel.transfer import Instance
 from pretrained.sharding import views
 from tests.helpers import tiny_model
 
 LONG_S = 60  # longer than any world may take
 
 
-class Faulty:
+class FaultyStage(Stage):
     """A stage that fails as `fault` says: `what` happens on `rank` when it is loaded, in the first
     batch that has prefill, or the first that has none, between two parts of a layer.
 
@@ -55,26 +54,6 @@ class Faulty:
         if fault and (fault["rank"], fault["when"]) == (self.model.ranks.rank, when):
             self.fault = None
             suffer(fault)
-
-
-class FaultyStage(Faulty, Stage):
-    """The part of a model."""
-
-
-class FaultyInstance(Faulty, Instance):
-    """A whole model. Keys and values take `link_s` seconds, or the fault happens "on the link"."""
-
-    link_s = 0.0
-
-    def _receive(self):
-        received = super()._receive()
-        self.suffer("on the link")
-        time.sleep(self.link_s)
-        return received
-
-    def num_received(self):
-        """How many requests' keys and values have arrived and are in no cache yet."""
-        return len(self.received)
 
 
 def out(kind):
@@ -114,11 +93,8 @@ def model_of(job, stage=FaultyStage):
         return load_checkpoint(job)
     if size(job) == 1:
         return whole_of(job)
-    Faulty.fault = job.get("fault")
-    ranks = Ranks(job["tp"], job["pp"], copies=job.get("copies", 1))
-    if ranks.copies > 1:
-        FaultyInstance.link_s = job.get("link_s", 0.0)
-        stage = FaultyInstance
+    FaultyStage.fault = job.get("fault")
+    ranks = Ranks(job["tp"], job["pp"])
     return ranks.start(lambda: stage(shard_of(job, ranks))).model
 
 
@@ -146,7 +122,7 @@ def shard_of(job, ranks):
 
 def size(job):
     """The number of processes."""
-    return job["tp"] * job["pp"] * job.get("copies", 1)
+    return job["tp"] * job["pp"]
 
 
 def load_checkpoint(job):

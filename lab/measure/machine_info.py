@@ -52,13 +52,11 @@ class RealMachineInfo(MachineInfo):
     cpu_flops_per_s: dict[str, float] | None = None  # of a chunk, by type; None on a GPU
     tp: int | None = None  # None: one process
     pp: int | None = None
-    copies: int | None = None  # of the model; None: one
     base_busy: bool | None = None  # too busy while the base of SLOs was timed; None: was not timed
 
     def heading(self) -> str:
         """The device, and the model that runs on it."""
         parallel = f", TP {self.tp} x PP {self.pp}" if self.tp else ""
-        parallel += f", {self.copies} instances" if self.copies else ""
         compiled = ", compiled" if self.compiled else ""
         rates = ""
         if self.cpu_flops_per_s:
@@ -110,7 +108,6 @@ def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
         cpu_flops_per_s=cpu_flops_per_s,
         tp=ranks and ranks.tp,
         pp=ranks and ranks.pp,
-        copies=ranks.copies if ranks and ranks.copies > 1 else None,
     )
 
 
