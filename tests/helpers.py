@@ -329,7 +329,7 @@ def check_batch(scheduler, batch):
     assert len(set(requests)) == len(batch)  # a request has one chunk
     assert len(running) <= scheduler.max_batch
     decodes = [request for request in running if request.is_decoding]
-    assert sum(chunk.length for chunk in batch) <= max(len(decodes), batch.budget or math.inf)
+    assert sum(chunk.length for chunk in batch) <= max(len(decodes), batch.budget)
     assert not set(running) & set(scheduler.waiting)
     assert not any(request.pages or request.num_computed for request in scheduler.waiting)
     for chunk in batch:
