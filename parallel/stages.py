@@ -191,7 +191,7 @@ class ParallelRunner(Runner):
 
     def collect(self, command: int) -> list[StageResult]:
         """The results of all stages for a command."""
-        return self.ranks.results(command, self.ranks.pp)
+        return self.ranks.results(command, range(0, self.ranks.size, self.ranks.tp))
 
     def greedy(self, chunks: Sequence[Chunk]) -> list[int]:
         """As Runner.greedy, through all stages."""
@@ -265,7 +265,7 @@ class ParallelEngine(Engine):
     def step(self) -> list[Event]:
         """Send the next batch on its way, or else wait for the one that was sent first.
 
-        Returns an Event for each new token. Raises RuntimeError as Ranks.command does."""
+        Returns an Event for each new token."""
         self.last_iteration = None
         for number in self.order:
             if number not in self.flights and self._begin_batch(number):

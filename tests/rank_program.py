@@ -5,8 +5,6 @@ Its model is one of rank_stages.py. Each rank finds its job in $RANK_JOB; forked
 
 import json
 import os
-import signal
-import subprocess
 import time
 from collections import Counter
 from contextlib import suppress
@@ -18,9 +16,7 @@ from pathlib import Path
 import torch
 
 import bench
-import parallel.meeting
 import parallel.ranks
-import parallel.watch
 from cli import console
 from lab.measure import timing
 from lab.measure.token_budget import auto_budget
@@ -30,7 +26,7 @@ from parallel.stages import SentChunk
 from runtime.lone_chunk import lone_chunk
 from sampling import SamplingParams
 from tests.helpers import check_integrity, completions_of
-from tests.rank_stages import LONG_S, FaultyStage, model_of, out, send_signal, size
+from tests.rank_stages import FaultyStage, model_of, out, size
 
 PI = [3, 1, 4, 1, 5, 9, 2, 6]
 PROMPTS = [[7, 8, 9], [1] * 20, [*PI, *PI, 60], [*PI, *PI, 33], PI, [4], [5, 6]]
@@ -203,48 +199,20 @@ def broken_off(job):
             engine.step()
 
 
-# time, and the end
+# time
 
 
-def idle(job):
-    """Send the signal `what` to a rank, which may be this one, while all have nothing to do. End
-    after `seconds`."""
-    model_of(job)
-    send_signal(job["what"], pid_of(job["victim"]))
-    time.sleep(job.get("seconds", LONG_S))
-
-
-def paused(job):
-    """Serve, rest for so many `seconds`, or be stopped meanwhile as by Ctrl-Z, and serve again: how
-    long each rank has waited for commands since."""
+def rested(job):
+    """Serve, rest for so many `seconds`, and serve again: how long each rank has waited since."""
     engine = engine_of(job)
     before = serve_as_they_come(engine)
     seconds_before = engine.ranks.call("seconds")
-    if job["stopped"]:
-        stop_all(job)
-    else:
-        time.sleep(job["seconds"])
+    time.sleep(job["seconds"])
     after = serve_as_they_come(engine)
     assert [c.tokens for c in before] == [c.tokens for c in after]
     seconds_after = engine.ranks.call("seconds")
     pairs = zip(seconds_before, seconds_after, strict=True)
     return [after.waited - before.waited for before, after in pairs]
-
-
-def stop_all(job):
-    """Stop all ranks for so many `seconds`, this one last."""
-    pids = [pid_of(rank) for rank in range(size(job))]
-    numbers = " ".join(map(str, pids))
-    wakes = subprocess.Popen(["sh", "-c", f"sleep {job['seconds']}; kill -CONT {numbers}"])
-    for pid in reversed(pids):
-        os.kill(pid, signal.SIGSTOP)
-    wakes.wait()
-    time.sleep(3 * parallel.watch.BEAT_S)
-
-
-def pid_of(rank):
-    """The process of a rank."""
-    return int(out(f"{rank}.pid").read_text())
 
 
 def clocks(job):
@@ -295,12 +263,8 @@ def command(job):
 def be_a_rank(job):
     """Run a job's program, and on rank 0 write what it returns."""
     torch.set_num_threads(1)
-    parallel.watch.BEAT_S /= 5  # what the tests wait for
-    parallel.watch.SILENCE_LIMIT_S //= 5
-    parallel.watch.GRACE_S /= 3
-    for name, seconds in job.get("limits", {}).items():
-        module = parallel.meeting if name == "MEETING_LIMIT" else parallel.ranks
-        setattr(module, name, timedelta(seconds=seconds))
+    if "timeout_s" in job:
+        parallel.ranks.TIMEOUT = timedelta(seconds=job["timeout_s"])
     out(f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
     try:
         result = globals()[job["program"]](job)

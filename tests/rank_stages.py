@@ -1,6 +1,5 @@
 """The models and stages of the jobs in rank_program.py, some of which fail as a job says."""
 
-import ctypes
 import os
 import signal
 import time
@@ -61,12 +60,6 @@ def out(kind):
     return Path(f"{os.environ['RANK_OUT']}.{kind}")
 
 
-def send_signal(name, pid):
-    """Send a signal to a rank, and note when."""
-    out("struck").touch()
-    os.kill(pid, getattr(signal, name))
-
-
 def suffer(fault):
     """Get a signal, be late, or raise something."""
     what = fault["what"]
@@ -75,14 +68,10 @@ def suffer(fault):
         time.sleep(LONG_S)
     elif what == "be late":
         time.sleep(fault["seconds"])
-    elif what == "be late in C":
-        ctypes.PyDLL(None).sleep(fault["seconds"])  # holds Python's lock
     elif what == "raise":
         raise ArithmeticError("the model fails")
-    elif what == "run out of memory":
-        raise torch.OutOfMemoryError("no memory is left")
     else:
-        send_signal(what, os.getpid())
+        os.kill(os.getpid(), getattr(signal, what))
 
 
 def model_of(job, stage=FaultyStage):
