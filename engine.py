@@ -23,14 +23,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from config import EngineConfig
-from errors import check_bool, check_number, check_type, check_whole
+from config import EngineConfig, QueueFull, TooLong  # noqa: F401
 from model import GPT, FlatBatch
+from policies import scheduler_of, with_tile
 from policies.observers import Iteration
 from policies.priority import make_service
 from request import Batch, Completion, Event, Request
+from runtime.memory import CUDA_TILE, fill_in
 from runtime.runner import Runner
-from runtime.text import Prompt, Text, Tokenizer, params_of_each
+from runtime.text import Prompt, Text, Tokenizer
 from sampling import SamplingParams
 from scheduler import Scheduler
 
@@ -92,29 +93,23 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         **fields: Any,
     ) -> None:
-        check_type("model", model, GPT, "a model.GPT")
-        check_type("config", config, EngineConfig | None, "an EngineConfig")
-        check_type("clock", clock, Callable, "a function that returns seconds")
         self.text = Text(tokenizer)
-        if config is None:
-            config = EngineConfig(**fields)
-        elif fields:
-            raise TypeError(f"{', '.join(fields)}: give these to the EngineConfig")
-        self.config = config = config.for_model(model)
-        self.clock = lambda: check_number("clock()", clock(), "a finite number of seconds")
+        self.clock = clock
+        config = fill_in(config or EngineConfig(**fields), model)
+        self.config = with_tile(config, CUDA_TILE) if model.device.type == "cuda" else config
         self.scheduler = self.make_scheduler()
-        self.runner = self.make_runner(model, config)
+        self.runner = self.make_runner(model)
         self.last_iteration: Iteration | None = None
         self._next_id = 0
         self._serving = False  # True: generate or stream computes, or was broken off
 
     def make_scheduler(self) -> Scheduler:
         """The scheduler, the first one if there are several."""
-        return self.config.scheduler(self.clock)
+        return scheduler_of(self.config, self.clock)
 
-    def make_runner(self, model: GPT, config: EngineConfig) -> Runner:
+    def make_runner(self, model: GPT) -> Runner:
         """The runner of the model: this is where memory is taken."""
-        return Runner(model, *config.cache_sizes, config.attention)
+        return Runner(model, *self.config.cache_sizes, self.config.attention)
 
     @property
     def schedulers(self) -> Sequence[Scheduler]:
@@ -142,19 +137,16 @@ class Engine:
         no sense or can never run, QueueFull if max_waiting requests wait; then nothing changes."""
         params = SamplingParams() if params is None else params
         tokens = self._encode(prompt, params)
-        if request_id is None:
-            request_id = self._next_id
-        else:
-            request_id = check_whole("request_id", request_id, minimum=0)
-            if request_id in self.scheduler.requests:
-                raise ValueError(f"request_id={request_id}: is the id of another request")
+        request_id = self._next_id if request_id is None else request_id
+        if request_id in self.scheduler.requests:
+            raise ValueError(f"request_id={request_id}: is the id of another request")
         arrival = self.clock() if arrival is None else arrival
         request = Request(
             id=request_id,
             tokens=tokens,
             prompt_len=len(tokens),
             max_new_tokens=params.max_new_tokens,
-            arrival=check_number("arrival", arrival, "a finite number of seconds"),
+            arrival=arrival,
             stop=self.text.stop_token_ids.union(params.stop_token_ids),
             params=params,
             service=make_service(**service),
@@ -167,7 +159,6 @@ class Engine:
 
     def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The prompt as a checked list of token ids."""
-        check_type("params", params, SamplingParams, "SamplingParams")
         tokens = self.text.encode(prompt, params.stop, self.runner.model.config.vocab_size)
         self.config.check_fits(len(tokens), params.max_new_tokens)
         return tokens
@@ -219,7 +210,6 @@ class Engine:
         `params` is one SamplingParams, or one for each. `progress` shows a bar on a terminal.
         Raises what `add_request` raises, before anything is computed, and ValueError while other
         requests run. After any exception none of these requests is left."""
-        check_bool("progress", progress)
         completions: list[Completion] = []
         requests = self._encode_all(prompts, params)
         shows_bar = progress and sys.stderr and sys.stderr.isatty()
@@ -250,7 +240,9 @@ class Engine:
             self.reset()
         if self.has_work:
             raise ValueError("generate: other requests are running: step(), abort() or reset()")
-        pairs = params_of_each(prompts, params)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        pairs = zip(prompts, params, strict=True)
         return [(self._encode(prompt, each), each) for prompt, each in pairs]
 
     def _serve(self, requests: Sequence[tuple[list[int], SamplingParams]]) -> Iterator[Event]:

@@ -24,7 +24,7 @@ class Service:
     user: str = ""  # who asks
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, slots=True)
 class Request:
     """A prompt, and the output that is generated after it.
 
@@ -52,6 +52,7 @@ class Request:
     preemptions: int = 0  # how often it lost its pages
     recomputed_tokens: int = 0  # computed tokens that it lost with them, in all
     cached_tokens: int = 0  # tokens that it found in the cache when it was admitted, in all
+    page_hashes: list[bytes] = field(default_factory=list)  # of its full pages, see policies/pages
 
     @property
     def is_decoding(self) -> bool:
