@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.plan import AttentionBackend, AttentionPlan, to_device
-from errors import check_type
+from config import GPTConfig
 from kv_cache import KVCache, slot_mapping
 from pretrained import checkpoints
-from pretrained.geometry import GPTConfig
 from pretrained.random_weights import init_weight, weight_generator
 from pretrained.rope import rope_table
 from pretrained.sharding import Slices, slices_of
@@ -85,7 +84,6 @@ class GPT(nn.Module):
 
         The weights are made in `dtype` on `device`: there is never a second copy of them. Raises
         ValueError before that, if the device cannot have this type, or this much."""
-        check_type("config", config, GPTConfig, "a GPTConfig")
         check_placement(device, dtype)
         generator = None if seed is None else weight_generator(device, seed)
         super().__init__()

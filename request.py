@@ -4,13 +4,12 @@ A request is a list of tokens and one counter, and a batch is a list of chunks. 
 chunk that covers the prompt. A decode is a chunk of length 1. Completion and Event are what an
 engine returns: they can wait. Read next: scheduler.py."""
 
+import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
-
-from errors import check_whole
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Service:
     user: str = ""  # who asks
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, slots=True)
 class Request:
     """A prompt, and the output that is generated after it.
 
@@ -53,6 +52,7 @@ class Request:
     preemptions: int = 0  # how often it lost its pages
     recomputed_tokens: int = 0  # computed tokens that it lost with them, in all
     cached_tokens: int = 0  # tokens that it found in the cache when it was admitted, in all
+    page_hashes: list[bytes] = field(default_factory=list)  # of its full pages, see policies/pages
 
     @property
     def is_decoding(self) -> bool:
@@ -100,13 +100,13 @@ class Chunk(NamedTuple):
 class Batch(list[Chunk]):
     """The chunks of one iteration, at most one for each request.
 
-    `budget` is the whole number of tokens that it may hold, None for any. `left` is the unused part
-    of the budget, below 0 if there are more decodes than the budget allows."""
+    `budget` is the number of tokens that it may hold, without one any. `left` is the unused part of
+    it, below 0 if there are more decodes than it allows. Raises TypeError for `chunk / 2`."""
 
-    def __init__(self, budget: int | None = None) -> None:
+    def __init__(self, budget: int = sys.maxsize) -> None:
         super().__init__()
-        self.budget = None if budget is None else check_whole("token_budget", budget, minimum=0)
-        self.left = sys.maxsize if self.budget is None else self.budget
+        self.budget = operator.index(budget)
+        self.left = self.budget
         self.preempted: list[int] = []  # ids of the requests that lost their pages for it
 
     def add(self, request: Request, limit: int = sys.maxsize) -> int:

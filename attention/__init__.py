@@ -21,9 +21,8 @@ from attention.flash import Flash
 from attention.plan import SIXTEEN_BITS, AttentionBackend
 from attention.sdpa import SDPA
 from attention.xformers import XFormers
-from errors import check_one_of
+from config import GPTConfig
 from kv_cache import KVCache
-from pretrained.geometry import GPTConfig
 
 BY_MATMUL = (torch.bfloat16,)  # on a CPU; the scores of float16 could overflow
 ON_CUDA = {"flash": Flash, "xformers": XFormers, "sdpa": SDPA}  # the fastest first
@@ -55,7 +54,8 @@ def make_attention(config: GPTConfig, cache: KVCache, backend: str = "auto") -> 
 
 def check_backend(backend: str, device: torch.device) -> None:
     """Raise ValueError for an unknown name, or one that is not for this device."""
-    check_one_of("attention", backend, BACKENDS)
+    if backend not in BACKENDS:
+        raise ValueError(f"attention={backend!r}: must be one of {', '.join(BACKENDS)}")
     needed = DEVICES.get(backend, device.type)
     if device.type != needed:
         raise ValueError(f"attention={backend!r}: runs on {needed} alone, 'sdpa' anywhere")

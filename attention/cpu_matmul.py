@@ -26,8 +26,8 @@ from torch import Tensor
 
 from attention.plan import AttentionPlan
 from attention.sdpa import SDPA, ChunkPlan
+from config import GPTConfig
 from kv_cache import KVCache
-from pretrained.geometry import GPTConfig
 from request import Chunk
 
 KEY_BLOCK = 64  # oneDNN compiles a kernel for each shape: keys are read in whole blocks,

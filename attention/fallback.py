@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from attention.plan import SIXTEEN_BITS, AttentionBackend
+from config import GPTConfig
 from kv_cache import KVCache
-from pretrained.geometry import GPTConfig
 from runtime.lone_chunk import lone_chunk
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from attention.fallback import check_gpu, probe
 from attention.pages import padded_tables
 from attention.plan import to_device
+from config import GPTConfig
 from kv_cache import KVCache
-from pretrained.geometry import GPTConfig
 from request import Chunk
 from runtime.memory import FLASH_PAGE
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from attention.pages import gather, rows_of_scattered
 from attention.plan import SIXTEEN_BITS, AttentionPlan, staircase
+from config import GPTConfig
 from kv_cache import KVCache
-from pretrained.geometry import GPTConfig
 from request import Chunk
 
 QUERY_BLOCK = 128  # queries per call on a CPU: a block skips the keys that lie after its last query

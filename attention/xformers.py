@@ -15,8 +15,8 @@ from attention.decode_sizes import padded_size
 from attention.fallback import check_gpu, probe
 from attention.pages import gather, padded_tables, page_rows
 from attention.plan import AttentionPlan, to_device
+from config import GPTConfig
 from kv_cache import KVCache
-from pretrained.geometry import GPTConfig
 from request import Chunk
 from runtime.lone_chunk import lone_chunk
 

@@ -7,7 +7,7 @@ rank 0, with the times of all stages. Read first: policies/micro_batches.py, ran
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 from weakref import WeakSet
@@ -17,15 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import EngineConfig
-from engine import Computed, Engine
+from engine import Engine, no_interrupt
 from model import FlatBatch
 from parallel.ranks import Ranks
 from parallel.shard import Shard
+from policies import scheduler_of
 from policies.micro_batches import MicroBatches, StageTime
 from policies.observers import Iteration
+from pretrained.tokenizers import Tokenizer
 from request import Batch, Chunk, Event
 from runtime.lone_chunk import lone_chunk
-from runtime.memory import MAX_BATCH
+from runtime.memory import MAX_BATCH, fill_in
 from runtime.runner import Runner, Sampled, tokens_of
 from sampling import SamplingParams
 from scheduler import Scheduler
@@ -92,7 +94,7 @@ class Stage:
 
     def available_pages(self, config: EngineConfig) -> int:
         """How many pages a cache has under this config. Raises ValueError if it does not fit."""
-        pages = config.for_model(self.model).pages
+        pages = fill_in(config, self.model).pages
         assert pages is not None
         return pages
 
@@ -204,7 +206,6 @@ class Flight:
     """A batch that ranks compute."""
 
     command: int
-    restarts: int  # of the journal: a batch of before is of no use
     batch: Batch
     iteration: Iteration  # but for its end
     full_since: float  # see MicroBatches
@@ -220,28 +221,37 @@ class ParallelEngine(Engine):
     runner: ParallelRunner
     record = False
 
-    def fit(self, model: Any, config: EngineConfig) -> EngineConfig:
-        """The config, with as many pages as the smallest rank has room for."""
-        ranks = model.ranks
-        self.ranks: Ranks = ranks
+    def __init__(
+        self,
+        model: Any,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        **fields: Any,
+    ) -> None:
+        config = config or EngineConfig(**fields)
+        ranks: Ranks = model.ranks
+        self.ranks = ranks
         self.flights: dict[int, Flight] = {}  # by micro-batch, the one that was sent first is first
         self.order = list(range(ranks.pp))  # of micro-batches: who landed first begins first
         of_all = replace(config, max_batch=config.max_batch and config.max_batch * ranks.pp)
         ranks.command("free_caches_except", [runner.key for runner in ranks.work.alive])
-        pages = min(ranks.call("available_pages", of_all))
+        pages = min(ranks.call("available_pages", of_all))  # as many as the smallest rank has
         max_batch = config.max_batch or min(pages // ranks.pp, MAX_BATCH)
-        return super().fit(model, replace(config, pages=pages, max_batch=max_batch))
+        config = replace(config, pages=pages, max_batch=max_batch)
+        super().__init__(model, config, tokenizer=tokenizer, clock=clock)
 
     def make_scheduler(self) -> Scheduler:
         """The first of all micro-batches' schedulers. All of them take from one queue."""
         pp = self.ranks.pp
-        schedulers = [self.config.scheduler(self.clock, pp) for _ in range(pp)]
+        schedulers = [scheduler_of(self.config, self.clock, pp) for _ in range(pp)]
         self.micro_batches = MicroBatches(schedulers, pp)
         return schedulers[0]
 
-    def make_runner(self, model: Any, config: EngineConfig) -> Runner:
+    def make_runner(self, model: Any) -> Runner:
         """The runners of all ranks."""
-        return ParallelRunner(model, *config.cache_sizes, config.attention)
+        return ParallelRunner(model, *self.config.cache_sizes, self.config.attention)
 
     @property
     def in_flight(self) -> bool:
@@ -252,10 +262,6 @@ class ParallelEngine(Engine):
     def has_work(self) -> bool:
         """Whether any request has not ended, or any batch is in flight."""
         return bool(self.scheduler.requests or self.flights)
-
-    def running_in(self, request_id: int) -> Scheduler:
-        """The scheduler of the micro-batch in which a request runs; any, if it waits."""
-        return self.micro_batches.running_in(request_id)
 
     def step(self) -> list[Event]:
         """Send the next batch on its way, or else wait for the one that was sent first.
@@ -268,42 +274,50 @@ class ParallelEngine(Engine):
         if not self.flights:
             return []
         number, flight = next(iter(self.flights.items()))
-        results = self.runner.collect(flight.command)
-        del self.flights[number]
-        self.order.remove(number)
-        self.order.append(number)
-        if flight.restarts != self.scheduler.journal.restarts:
-            return []  # its requests have begun anew
-        return self._advance(self._computed_of(flight, results))
+        with no_interrupt():
+            return self._land(number, flight)
 
     def _begin_batch(self, number: int) -> bool:
         """Let the next batch of a micro-batch begin, if it has any. The cache has the pages of one
         micro-batch after the other."""
         start = self.clock()
-        batch = self.micro_batches.next_batch(number, start)
-        if not batch:
-            return False
-        scheduler = self.schedulers[number]
-        iteration = Iteration.of(scheduler, batch, start, end=start, launch=self.clock())
-        first_page = number * scheduler.pages.total
-        self.flights[number] = Flight(
-            command=self.runner.send([SentChunk.of(chunk, first_page) for chunk in batch]),
-            restarts=scheduler.journal.restarts,
-            batch=batch,
-            iteration=iteration,
-            full_since=self.micro_batches.full_since(number),
-        )
+        with no_interrupt():
+            batch = self.micro_batches.next_batch(number, start)
+            if not batch:
+                return False
+            scheduler = self.schedulers[number]
+            iteration = Iteration.of(scheduler, batch, start, end=start, launch=self.clock())
+            first_page = number * scheduler.pages.total
+            self.flights[number] = Flight(
+                command=self.runner.send([SentChunk.of(chunk, first_page) for chunk in batch]),
+                batch=batch,
+                iteration=iteration,
+                full_since=self.micro_batches.full_since(number),
+            )
         return True
 
-    def _computed_of(self, flight: Flight, results: Sequence[StageResult]) -> Computed:
-        """What came of a batch, from the results of all its stages."""
-        number = flight.iteration.micro_batch
+    def _land(self, number: int, flight: Flight) -> list[Event]:
+        """Move the requests of a batch on that all stages have computed."""
+        results = self.runner.collect(flight.command)
+        del self.flights[number]
+        self.order.remove(number)
+        self.order.append(number)
+        scheduler = self.schedulers[number]
+        if flight.batch is not scheduler.batch:
+            return []  # all was reset since it was sent
         now = self.clock()
-        shift = now - time.perf_counter()  # from Ranks.clock to this one; read at once
-        tokens = tokens_of(flight.batch, results[-1].sampled)
         if self.record:
+            shift = now - time.perf_counter()  # from Ranks.clock to this one; read at once
             times = [StageTime(r.start + shift, r.end + shift, r.waited) for r in results]
             chunks = flight.iteration.chunks
             self.micro_batches.book(number, times, flight.full_since, flight.batch, chunks)
-        self.schedulers[number].observe(flight.batch, now - flight.iteration.start)
-        return Computed(flight.batch, tokens, flight.iteration._replace(end=now))
+        self.last_iteration = flight.iteration._replace(end=now)
+        scheduler.observe(flight.batch, now - flight.iteration.start)
+        tokens = tokens_of(flight.batch, results[-1].sampled)
+        return self.advance(scheduler, flight.batch, tokens, now)
+
+    def reset(self) -> None:
+        """As of Engine. Waits for the ranks, which compute what is of no use any more."""
+        super().reset()
+        while self.flights:
+            self.step()

@@ -38,7 +38,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from errors import check_whole, shorten
 from kv_cache import Pages
 from scheduler import Batch, Request, Scheduler
 
@@ -50,17 +49,13 @@ class Pools:
     prefill: int
     decode: int
 
-    def __post_init__(self) -> None:
-        check_whole("prefill", self.prefill, minimum=1)
-        check_whole("decode", self.decode, minimum=1)
-
     @classmethod
     def parse(cls, text: str) -> Pools:
         """The Pools of a text such as "2:2", prefill first. Raises ValueError for another."""
         pair = re.fullmatch(r"0*([1-9]\d{0,3}):0*([1-9]\d{0,3})", text)
         if not pair:
             raise ValueError(
-                f"pools={shorten(text)}: must be PREFILL:DECODE, two whole numbers, as in 2:2"
+                f"pools={text!r}: must be PREFILL:DECODE, two whole numbers, as in 2:2"
             )
         return cls(int(pair[1]), int(pair[2]))
 
@@ -117,16 +112,15 @@ class Instance(Scheduler):
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request. If it is being sent, its pages are freed when the transfer has ended."""
-        with self.journal:
-            transfer = self.transfers.get(request)
-            if transfer is not None and transfer.target is not None:
-                transfer.abandoned_pages = request.pages
+        transfer = self.transfers.get(request)
+        if transfer is not None and transfer.target is not None:
+            transfer.abandoned_pages = request.pages
+            request.pages = []
+        elif transfer is not None:
+            del self.transfers[request]
+            if request not in transfer.source.running:
+                transfer.source.pages.free(request.pages)
                 request.pages = []
-            elif transfer is not None:
-                del self.transfers[request]
-                if request not in transfer.source.running:
-                    transfer.source.pages.free(request.pages)
-                    request.pages = []
         super().finish(request, reason)
 
     def check_progress(self) -> None:
@@ -169,10 +163,9 @@ class PrefillInstance(Instance):
         for request, _ in new_tokens:
             if request not in self.running:
                 continue
-            with self.journal:
-                transfer = Transfer(request, source=self, tokens=request.num_computed)
-                self.transfers.setdefault(request, transfer)
-                self.running.remove(request)
+            transfer = Transfer(request, source=self, tokens=request.num_computed)
+            self.transfers.setdefault(request, transfer)
+            self.running.remove(request)
         return new_tokens
 
 
@@ -243,9 +236,8 @@ class TwoPools:
         self.decodes = [DecodeInstance(pages, **options) for pages in decode_pages]
         self.schedulers: list[Instance] = [*self.prefills, *self.decodes]
         self.transfers: dict[Request, Transfer] = {}
-        self.journal = self.schedulers[0].journal
-        self.journal.join(*self.schedulers)
         for scheduler in self.schedulers:
+            scheduler.share_queue(self.schedulers)
             scheduler.transfers = self.transfers
 
     def start_transfers(self) -> list[Transfer]:
@@ -253,13 +245,12 @@ class TwoPools:
 
         The link sends them, not before their prefill has written them."""
         started: list[Transfer] = []
-        with self.journal:
-            for transfer in self.transfers.values():
-                if transfer.target is not None:
-                    continue
-                if not self._reserve(transfer):
-                    break
-                started.append(transfer)
+        for transfer in self.transfers.values():
+            if transfer.target is not None:
+                continue
+            if not self._reserve(transfer):
+                break
+            started.append(transfer)
         return started
 
     def _reserve(self, transfer: Transfer) -> bool:
@@ -276,19 +267,18 @@ class TwoPools:
         """Let a request decode whose keys and values are in its target pages.
 
         Returns False if it has ended meanwhile: then its pages are free."""
-        with self.journal:
-            request = transfer.request
-            source = transfer.source
-            target = transfer.target
-            assert target is not None  # it was started
-            del self.transfers[request]
-            if request.finish_reason is not None:
-                source.pages.free(transfer.abandoned_pages)
-                target.pages.free(transfer.target_pages)
-            else:
-                source.pages.free(request.pages)
-                request.pages = transfer.target_pages
-                target.running.append(request)
+        request = transfer.request
+        source = transfer.source
+        target = transfer.target
+        assert target is not None  # it was started
+        del self.transfers[request]
+        if request.finish_reason is not None:
+            source.pages.free(transfer.abandoned_pages)
+            target.pages.free(transfer.target_pages)
+        else:
+            source.pages.free(request.pages)
+            request.pages = transfer.target_pages
+            target.running.append(request)
         return request.finish_reason is None
 
 

@@ -5,8 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-from errors import check_whole
-
 
 def init_weight(name: str, p: Tensor, n_layer: int, generator: torch.Generator) -> None:
     """Fill the parameter of that name by GPT-2's rule: normal(0, 0.02), scaled down where a layer
@@ -21,7 +19,6 @@ def init_weight(name: str, p: Tensor, n_layer: int, generator: torch.Generator) 
 
 def weight_generator(device: torch.device | str, seed: int) -> torch.Generator:
     """The random numbers that weights of this seed are made of. Raises ValueError."""
-    seed = check_whole("seed", seed, minimum=-(2**63))
     if torch.device(device).type == "meta":
         raise ValueError("device='meta': has no memory for random weights, must have seed=None")
     return torch.Generator(device).manual_seed(seed)

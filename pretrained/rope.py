@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from pretrained.geometry import GPTConfig
+from config import GPTConfig
 
 
 def rope_table(

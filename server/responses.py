@@ -12,7 +12,7 @@ from typing import Literal
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from errors import refusing
+from pretrained.checks import refusing
 from pretrained.streams import TextStream, Writer
 from pretrained.tokenizers import Tokenizer
 from request import Event

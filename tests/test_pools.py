@@ -135,19 +135,19 @@ def drive_random_load(seed):
         assert turn < 20_000, "it does not end"
         if to_come and draw.random() < 0.2:
             two.prefills[0].add(to_come.pop(0))
-        if two.journal.requests and draw.random() < 0.01:
-            victim = draw.choice(list(two.journal.requests.values()))
+        if two.schedulers[0].requests and draw.random() < 0.01:
+            victim = draw.choice(list(two.schedulers[0].requests.values()))
             scheduler = next((s for s in two.schedulers if victim in s.running), two.schedulers[0])
             scheduler.finish(victim, "abort")
             aborted.add(victim)
         drive.step()
-        if not (to_come or two.journal.requests or drive.flights or drive.links):
+        if not (to_come or two.schedulers[0].requests or drive.flights or drive.links):
             break
     for r in requests:
         if r not in aborted:
             assert r.finish_reason == "length"
             assert drive.tokens[r.id] == len(r.token_times) == r.max_new_tokens
-    assert not (two.journal.waiting or two.transfers)
+    assert not (two.schedulers[0].waiting or two.transfers)
     for instance in two.schedulers:
         assert instance.pages.num_free == instance.pages.total
         assert not instance.running
@@ -242,9 +242,9 @@ def test_a_preempted_request_is_sent_back_to_the_front_of_the_queue():
     newcomer = request(2)
     two.prefills[0].add(newcomer)
     (decode,) = two.decodes
-    while not two.journal.waiting[0].preemptions:
+    while not two.schedulers[0].waiting[0].preemptions:
         advance(decode, decode.next_batch(), token=1)
-    assert [r.id for r in two.journal.waiting] == [1, 2]
+    assert [r.id for r in two.schedulers[0].waiting] == [1, 2]
     assert [r.id for r in decode.running] == [0]
 
 

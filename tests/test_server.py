@@ -403,7 +403,7 @@ def test_a_policy_that_keeps_all_rules_is_served_without_a_warning():
     assert find_violation("request-level") is None
 
 
-def test_pages_are_shared_by_option_and_must_be_shorter_than_max_len():
+def test_pages_are_shared_by_option():
     def config(options):
         return make_engine(parse_args([*PROGRAM[2:-2], *options.split()])).config
 
@@ -411,8 +411,6 @@ def test_pages_are_shared_by_option_and_must_be_shorter_than_max_len():
     for max_len, page_size in ((128, 64), (31, 16)):
         caching = config(f"--max-len {max_len} --prefix-caching")
         assert caching.prefix_caching and caching.page_size == page_size
-    with pytest.raises(ValueError, match="page_size=64: must be below max_len=64"):
-        config("--max-len 64 --page-size 64 --prefix-caching")
 
 
 def test_sampling_is_as_recommended_unless_the_client_says_so(tmp_path, capsys):

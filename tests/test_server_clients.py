@@ -88,7 +88,7 @@ def test_errors_of_a_chat_name_the_fields_that_it_has(tiny, field):
         name, message = refused("a" * 220, **more)
         assert (name, message[:22]) == ("messages", "messages of 237 tokens")
     name, message = refused(**{field: 10**30})
-    assert name == field and message.startswith(f"{field}=1000000")
+    assert name == field and f"{field}=1000" in message
     assert refused(**{field: 0})[0] == field
     both = "max_completion_tokens: must not be there beside max_tokens"
     assert refused(max_tokens=1, max_completion_tokens=1) == ("max_completion_tokens", both)

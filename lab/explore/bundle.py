@@ -22,8 +22,8 @@ PYODIDE_FILES = (  # of the npm package `pyodide`, which a site may have beside 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = "policies/template.py"
 FILES = (  # relative to ROOT
+    "bookkeeping.py",
     "config.py",
-    "errors.py",
     "kv_cache.py",
     "request.py",
     "scheduler.py",
@@ -34,7 +34,6 @@ FILES = (  # relative to ROOT
     "exercises/*.py",
     "runtime/__init__.py",
     "runtime/files.py",
-    "runtime/journal.py",
     "runtime/memory.py",
     "runtime/torchrun.py",
     "lab/__init__.py",
@@ -49,7 +48,6 @@ FILES = (  # relative to ROOT
     "lab/simulator/simulation.py",
     "policies/*.py",
     "pretrained/__init__.py",
-    "pretrained/geometry.py",
     "pretrained/presets.py",
     "pretrained/sharding.py",
     "page/*.py",

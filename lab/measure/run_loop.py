@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from errors import QueueFull
+from config import QueueFull
 from lab.measure.arrival import Arrival
 from policies.observers import Iteration
 from policies.pools import Sent
