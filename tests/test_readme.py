@@ -211,11 +211,16 @@ def test_every_command_parses(room, tmp_path, monkeypatch):
         if len(argv) == 1:
             argv += REQUIRED.get(argv[0], [])
         try:
-            PARSERS[program](argv)
+            parsed = PARSERS[program](argv)
         except SystemExit as error:
             assert error.code == 0 and "--help" in argv, (program, argv)
+            continue
         except ValueError as error:  # the options are right, and torchrun has to start it
             assert "processes, not 1: torchrun" in str(error), (program, argv)
+            continue
+        if argv[0] == "capacity":
+            _, options = parsed
+            assert options.requests >= options.fewest_requests, argv
 
 
 def cells(line):
