@@ -66,8 +66,9 @@ MOST_ROUNDS = 5  # with a full batch
 SMALL_CHUNK = 64
 LAUNCH_NOTE = (
     "launch: the CPU's time until all kernels are launched; device: the GPU's without waiting for "
-    "them.\nDecodes alone are one CUDA graph, the other batches are launched kernel by kernel"
+    "them"
 )
+GRAPH_NOTE = "decodes alone are replayed as a CUDA graph, other batches launched kernel by kernel"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +201,7 @@ def main(options: OfflineOptions) -> None:
         write_text(file, text)
 
     with reporting(options, report, plot=draw, html=write_page):
-        report["decode_cost"] = print_costs(costs, model, options)
+        report["decode_cost"] = print_costs(costs, model, machine, options)
         serve_s = max(LEAST_S, LATE * seconds_to_serve(costs, options, load))
         print(f"serving {requests} requests under each policy, {serve_s:.0f} s at most")
         in_cpu_time = costs.served.cpu_time
@@ -306,7 +307,9 @@ def clock_name(cost: DecodeCost) -> str:
     return f"{'CPU' if cost.cpu_time else 'wall'} time, {threads}"
 
 
-def print_costs(costs: Costs, model: GPT, options: OfflineOptions) -> dict[str, Any]:
+def print_costs(
+    costs: Costs, model: GPT, machine: RealMachineInfo, options: OfflineOptions
+) -> dict[str, Any]:
     """Print Table 2 of this machine, and what a decode costs. Returns what --json has of it."""
     cost = costs.table
     chunk = cost.prefill_tokens
@@ -353,6 +356,8 @@ def print_costs(costs: Costs, model: GPT, options: OfflineOptions) -> dict[str, 
         print("left out: wall time, as other programs use this machine")
     if not cost.cpu_time:
         print(LAUNCH_NOTE)
+    if machine.cuda_graphs:
+        print(GRAPH_NOTE)
     print()
     return {
         "layers": model.config.n_layer,
