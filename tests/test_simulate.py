@@ -37,14 +37,14 @@ def printed_tables(text):
 
 def test_every_claim_is_printed_and_written_alike(tmp_path, capsys):
     file = tmp_path / "all.json"
-    argv = "simulate --requests 16 --cpu-ms 3 --processes 1 --only sarathi,bubbles".split()
+    argv = "simulate --requests 16 --cpu-ms 3 --processes 1 --only sarathi,bubbles,pools".split()
     bench.main([*argv, "--json", str(file), "--plot", str(tmp_path / "p.png")])
     text = capsys.readouterr().out
     report = json.loads(file.read_text("utf-8"))
     assert (report["options"]["requests"], report["options"]["cpu_ms"]) == (16, 3)
     assert "3 ms of CPU per stage, 16 requests: too short a run" in text
     ids = [row["claim"] for row in report["claims"]]
-    assert ids == ["S-F8", "S-F7", "S-F3", "S-F4a", "S-4.2", "S-4.3.1", "SS-F8"]
+    assert ids == ["S-F8", "S-F7", "S-F3", "S-F4a", "S-4.2", "S-4.3.1", "SS-F8", "D-F1"]
     tables = iter(printed_tables(text))
     errors = {True: [], False: []}  # of the numbers that were fitted, and of the others
     bounds = []

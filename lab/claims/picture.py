@@ -16,7 +16,13 @@ from lab.pictures.panels import Mark, plot_panels
 
 MANY = 6  # so many texts do not fit below a diagram: they stand at the left of bars
 FAR = 4  # times as large as all others in a table: such a number would press them together
-PAPERS = {"S": "SARATHI", "SS": "Sarathi-Serve", "B": "the post", "C": "SARATHI"}  # by a claim's id
+PAPERS = {  # by a claim's id
+    "S": "SARATHI",
+    "SS": "Sarathi-Serve",
+    "D": "DistServe",
+    "B": "the post",
+    "C": "SARATHI",
+}
 
 
 def draw(
