@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import os
 import threading
 from contextlib import ExitStack
 from functools import partial
@@ -21,7 +22,10 @@ def browser():
     if CHROMIUM is None:
         pytest.skip("the page needs a browser: Debian's chromium is not installed")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        environ = os.environ | {"TMPDIR": "/tmp"}  # paths of its sockets must be short
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"], env=environ
+        )
         yield browser
         browser.close()
 

@@ -11,13 +11,16 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.reduction import DupFd
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 # Of the fork server, too: what is forked from a process with threads of OpenMP waits for them.
@@ -25,6 +28,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 ENVIRON = dict(os.environ)
 RUN_LIMIT_S = 800  # a program that hangs is a failure
 WORLD_LIMIT_S = 60  # a world that hangs is a failure
+with patch.object(tempfile, "tempdir", "/tmp"):
+    get_temp_dir()  # for the sockets of multiprocessing, whose paths must be short
 forks = multiprocessing.get_context("forkserver")
 PACKAGES = ["torch._dynamo", "tokenizers", "tiktoken", "pydantic", "uvicorn"]
 forks.set_forkserver_preload([*PACKAGES, "tests.rank_program"])

@@ -73,7 +73,7 @@ def test_a_policy_without_chunks_says_so_and_what_it_prints_is_kept():
         (MINE + "    def schedule(self):\n        self.x\n", "my_policy.py line 6: Attrib"),
         (MINE + "    def schedule(self):\n        pass\n", "returned None"),
         (MINE + LOST, "the rule 'nothing lost' is broken"),
-        (MINE + "    def __init__(self):\n        pass\n", "its __init__ must take"),
+        (MINE + "    def __init__(self):\n        pass\n", "cannot be made"),
         (MINE + "    def token_budget(self, d, p):\n        return 0.5\n", "whole number"),
     ],
 )
