@@ -411,13 +411,6 @@ def test_capacity_marks_a_policy_that_breaks_a_rule_and_runs_it_once(tmp_path, c
     assert result["bound"] == "below" and len(result["points"]) == 1
 
 
-def test_offline_marks_a_policy_that_breaks_a_rule(tmp_path, capsys):
-    policy = f"{write_policy(tmp_path, DROPS)}:8"
-    sizes = "--preset llama-tiny --device cpu --seq-len 40 --chunk 8 --batch 2 --requests 3"
-    text = marked(f"offline {sizes}", policy, capsys)
-    assert "Rules that were broken: 'no decode dropped' by " in text
-
-
 def test_explore_marks_a_policy_that_breaks_a_rule(tmp_path, monkeypatch, capsys):
     policy = write_policy(tmp_path, DROPS)
     runs = explored(tmp_path, monkeypatch, policy)
