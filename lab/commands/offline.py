@@ -383,7 +383,7 @@ def print_end_to_end(
 
 def equal_tokens_line(rows: Mapping[str, PolicyRun], dtype: str | None) -> str:
     """For how many requests all policies generated the same tokens: chunks change no result."""
-    outputs = [[c.tokens for c in row.run.completions] for row in rows.values()]
+    outputs = [[c.output for c in row.run.completions] for row in rows.values()]
     requests = list(zip(*outputs, strict=True))
     equal = sum(tokens.count(tokens[0]) == len(tokens) for tokens in requests)
     line = f"same text under all {len(rows)} policies: {equal} of {len(requests)} requests"

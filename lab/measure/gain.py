@@ -85,7 +85,7 @@ def explain_gain(
     full = {name: steady(runs[name].run.iterations, batch, rounds=1) for name in COMPARED}
     pieces = {("products", "chunk"): CHUNK_REPEATS * [products_alone(runner.model, chunk, batch)]}
     for name in COMPARED:
-        prompt_lens = {c.request_id: len(c.prompt) for c in runs[name].run.completions}
+        prompt_lens = {c.id: c.prompt_len for c in runs[name].run.completions}
         for part, functions in pieces_of(runner, full[name].iterations, prompt_lens).items():
             pieces[part, name] = functions
     ms, is_busy = time_pieces(pieces, runner)
