@@ -214,8 +214,8 @@ class StallSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What is known of a run. What iterations tell is None where they are not known, as of a remote
-    server."""
+    """What is known of a run. What iterations tell is None where they are not known, as of a
+    simulation that keeps no record of them."""
 
     requests: int
     finished: int
@@ -280,7 +280,7 @@ def summarize_run(
     offered_per_s: float | None = None,
 ) -> RunSummary:
     """Summarize a run of so many seconds: latencies, stalls, and what its batches were made of.
-    Without `iterations` it is what a client can see."""
+    Without `iterations` it is what the requests tell."""
     count = len(iterations)
     kinds = Counter((i.prefill_tokens > 0, i.decode_tokens > 0) for i in iterations)
     batch_tokens = sum(i.prefill_tokens + i.decode_tokens for i in iterations)
