@@ -249,7 +249,7 @@ class Engine:
     def _serve(self, requests: Sequence[tuple[list[int], SamplingParams]]) -> Iterator[Event]:
         """Serve these requests. If it is given up, they are aborted; other exceptions reset all."""
         ids: list[int] = []
-        self._serving = True  # and this is still so, if two Ctrl-C in a row prevent the reset
+        self._serving = True  # and still so, if two Ctrl-C in a row prevent the reset
         try:
             for prompt, params in requests:
                 ids.append(self.add_request(prompt, params))
@@ -258,6 +258,7 @@ class Engine:
                 events = self.step()
                 self._serving = False
                 yield from events
+            self._serving = False
         except GeneratorExit:
             for request_id in self.scheduler.requests.keys() & ids:
                 self.abort(request_id)

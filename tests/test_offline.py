@@ -17,7 +17,7 @@ from lab.measure.load_run import Clock
 from lab.measure.offline_load import OfflineLoad, PolicyRun, policy_runs
 from lab.measure.run_loop import Run
 from policies.observers import ChunkRecord, Iteration
-from request import Completion
+from request import Request
 from tests.helpers import machine_info
 
 TOTAL_MS = {"prompt": 200.0, "prefill-only": 100.0, "decode-only": 30.0, "decode-maximal": 110.0}
@@ -175,8 +175,8 @@ def test_requests_whose_output_depends_on_the_policy_are_counted():
 def run_of(iterations, seconds, drift=0.1):
     """A Run of two requests."""
     completions = [
-        Completion(0, [1] * 6, 0.0, tokens=[1], token_times=[1.5]),
-        Completion(1, [2] * 6, 0.5, tokens=[1, 2, 3], token_times=[1.5, 1.7, 2.7]),
+        Request(0, [1] * 7, 6, 1, 0.0, token_times=[1.5]),
+        Request(1, [2] * 6 + [1, 2, 3], 6, 3, 0.5, token_times=[1.5, 1.7, 2.7]),
     ]
     return Run(completions, iterations, seconds, 0.0, drift=drift)
 

@@ -416,7 +416,8 @@ def tokens_over_time(served: Served) -> list[Table]:
     title = f"request {longest.request_id}"
     table = Table(title, "s since it arrived", "output tokens", ",.0f")
     completions = {
-        name: served.records[name].completions[longest.request_id] for name in ("vllm", SARATHI_SERVE)
+        name: served.records[name].completions[longest.request_id]
+        for name in ("vllm", SARATHI_SERVE)
     }
     seconds = max(completion.latency or 0.0 for completion in completions.values())
     points = range(POINTS + 1)
