@@ -272,16 +272,13 @@ class Engine:
         so that page faults and compilations are over. Raises ValueError while requests run."""
         if self.has_work:
             raise ValueError("warm_up: requests are running: step(), abort() or reset()")
-        max_batch = self.scheduler.max_batch
-        self.runner.warm_up(max_batch)
+        self.runner.warm_up(self.scheduler.max_batch)
         self.reset()  # what the cache held is lost
         pages, _, max_len = self.config.cache_sizes
-        max_output = max_len - 1
-        long_prompt = [0] * max(1, max_output - 1)
-        self.generate([long_prompt], SamplingParams(min(2, max_output)), progress=False)
-        count = min(max_batch, pages, self.config.max_waiting or max_batch)  # each has a page
-        params = [SamplingParams(min(n + 2, max_output)) for n in range(count)]
-        self.generate([[0]] * count, params, progress=False)
+        count = min(self.scheduler.max_batch, pages, self.config.max_waiting or pages)
+        for prompts in ([[0] * max(1, max_len - 2)], [[0]] * count):  # each has a page
+            lengths = [min(n + 2, max_len - len(prompt)) for n, prompt in enumerate(prompts)]
+            self.generate(prompts, list(map(SamplingParams, lengths)), progress=False)
         self.reset()  # none of this is found later
         self._next_id = 0
 
