@@ -28,7 +28,7 @@ from model import GPT, FlatBatch
 from policies import scheduler_of, with_tile
 from policies.observers import Iteration
 from policies.priority import make_service
-from request import Batch, Completion, Event, Request
+from request import Batch, Event, Request
 from runtime.memory import CUDA_TILE, fill_in
 from runtime.runner import Runner
 from runtime.text import Prompt, Text, Tokenizer
@@ -163,10 +163,12 @@ class Engine:
         self.config.check_fits(len(tokens), params.max_new_tokens)
         return tokens
 
-    def abort(self, request_id: int) -> Completion:
-        """End a request at once, return its Completion. Raises KeyError if there is none."""
+    def abort(self, request_id: int) -> Request:
+        """End a request at once, and return it. Raises KeyError if there is none."""
         with no_interrupt():
-            return self.text.complete(self.scheduler.abort(request_id))
+            request = self.scheduler.abort(request_id)
+            self.text.write(request)
+        return request
 
     def step(self) -> list[Event]:
         """Run one iteration and return an Event for each new token; [] if there is nothing to do.
@@ -195,8 +197,9 @@ class Engine:
         for request, token in scheduler.advance(batch, tokens, now):
             if request.finish_reason != "stop" and self.text.has_stop(request):
                 scheduler.finish(request, "stop")  # even if its length is reached as well
-            completion = self.text.complete(request) if request.finish_reason else None
-            events.append(Event.of(request, token, completion))
+            if request.finish_reason:
+                self.text.write(request)
+            events.append(Event.of(request, token))
         return events
 
     def generate(
@@ -204,23 +207,23 @@ class Engine:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
-    ) -> list[Completion]:
-        """Complete all prompts and return their Completions, in order.
+    ) -> list[Request]:
+        """Complete all prompts and return their Requests, in order.
 
         `params` is one SamplingParams, or one for each. `progress` shows a bar on a terminal.
         Raises what `add_request` raises, before anything is computed, and ValueError while other
         requests run. After any exception none of these requests is left."""
-        completions: list[Completion] = []
-        requests = self._encode_all(prompts, params)
+        done: list[Request] = []
+        encoded = self._encode_all(prompts, params)
         shows_bar = progress and sys.stderr and sys.stderr.isatty()
-        with tqdm(total=len(requests), desc="requests") if shows_bar else nullcontext() as bar:
-            for event in self._serve(requests):
-                if event.completion is None:
+        with tqdm(total=len(encoded), desc="requests") if shows_bar else nullcontext() as bar:
+            for event in self._serve(encoded):
+                if event.finish_reason is None:
                     continue
-                completions.append(event.completion)
+                done.append(event.request)
                 if bar is not None:
                     bar.update()
-        return sorted(completions, key=lambda completion: completion.request_id)
+        return sorted(done, key=lambda request: request.id)
 
     def stream(
         self,
@@ -230,9 +233,7 @@ class Engine:
         """As `generate`, but yields the Event of each token as it appears, with its text.
 
         If the iterator is given up before its end, no request is left behind."""
-        requests = self._encode_all(prompts, params)
-        by_id = dict(enumerate(requests, self._next_id))
-        yield from self.text.add_to(self._serve(requests), by_id)
+        yield from self.text.add_to(self._serve(self._encode_all(prompts, params)))
 
     def _encode_all(self, prompts: Any, params: Any) -> list[tuple[list[int], SamplingParams]]:
         """The checked prompts with their params. Raises ValueError while other requests run."""
@@ -248,7 +249,7 @@ class Engine:
     def _serve(self, requests: Sequence[tuple[list[int], SamplingParams]]) -> Iterator[Event]:
         """Serve these requests. If it is given up, they are aborted; other exceptions reset all."""
         ids: list[int] = []
-        self._serving = True  # and this is still so, if two Ctrl-C in a row prevent the reset
+        self._serving = True  # and still so, if two Ctrl-C in a row prevent the reset
         try:
             for prompt, params in requests:
                 ids.append(self.add_request(prompt, params))
@@ -257,6 +258,7 @@ class Engine:
                 events = self.step()
                 self._serving = False
                 yield from events
+            self._serving = False
         except GeneratorExit:
             for request_id in self.scheduler.requests.keys() & ids:
                 self.abort(request_id)
@@ -270,16 +272,13 @@ class Engine:
         so that page faults and compilations are over. Raises ValueError while requests run."""
         if self.has_work:
             raise ValueError("warm_up: requests are running: step(), abort() or reset()")
-        max_batch = self.scheduler.max_batch
-        self.runner.warm_up(max_batch)
+        self.runner.warm_up(self.scheduler.max_batch)
         self.reset()  # what the cache held is lost
         pages, _, max_len = self.config.cache_sizes
-        max_output = max_len - 1
-        long_prompt = [0] * max(1, max_output - 1)
-        self.generate([long_prompt], SamplingParams(min(2, max_output)), progress=False)
-        count = min(max_batch, pages, self.config.max_waiting or max_batch)  # each has a page
-        params = [SamplingParams(min(n + 2, max_output)) for n in range(count)]
-        self.generate([[0]] * count, params, progress=False)
+        count = min(self.scheduler.max_batch, pages, self.config.max_waiting or pages)
+        for prompts in ([[0] * max(1, max_len - 2)], [[0]] * count):  # each has a page
+            lengths = [min(n + 2, max_len - len(prompt)) for n, prompt in enumerate(prompts)]
+            self.generate(prompts, list(map(SamplingParams, lengths)), progress=False)
         self.reset()  # none of this is found later
         self._next_id = 0
 

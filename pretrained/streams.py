@@ -5,11 +5,11 @@ the first word. So text is streamed as the bytes of tokens, each decoded after t
 first: tokenizers.py. Read next: text.py."""
 
 import codecs
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 from pretrained.tokenizers import Tokenizer
-from request import Completion, Event
+from request import Event, Request
 
 LONGEST_CHARACTER = 4  # in bytes, and so in tokens
 HALF_A_CHARACTER = "\ufffd"  # how bytes that are no text yet are decoded
@@ -22,20 +22,14 @@ def decode_output(tokenizer: Tokenizer, tokens: Sequence[int], prompt_len: int) 
     return "".join([stream.push(token) for token in tokens[prompt_len:]]) + stream.flush()
 
 
-def write_text(
-    completion: Completion,
-    tokenizer: Tokenizer,
-    stop_token_ids: Collection[int],
-    stops: Sequence[str],
-) -> None:
-    """Set the text of a completion: its output, without a stop token, up to the first stop
-    string."""
-    output = completion.tokens
-    if completion.finish_reason == "stop" and output[-1] in stop_token_ids:
-        output = output[:-1]
-    prompt = list(completion.prompt)
-    text = decode_output(tokenizer, [*prompt, *output], len(prompt))
-    completion.text = text[: min([text.find(stop) for stop in stops if stop in text], default=None)]
+def write_text(request: Request, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    """Set the text of a request that has ended: its output, without a stop token, up to the first
+    stop string."""
+    tokens = request.tokens
+    if request.finish_reason == "stop" and tokens[-1] in request.stop:
+        tokens = tokens[:-1]
+    text = decode_output(tokenizer, tokens, request.prompt_len)
+    request.text = text[: min([text.find(stop) for stop in stops if stop in text], default=None)]
 
 
 def has_stop(

@@ -2,13 +2,13 @@
 
 Without a tokenizer there is no text, and all of this does nothing. Read first: streams.py."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pretrained.streams import TextStream, Writer, has_stop, write_text
 from pretrained.tokenizers import Tokenizer
-from request import Completion, Event, Request
-from sampling import SamplingParams
+from request import Event, Request
 
 Prompt = str | Sequence[int]  # text, if there is a tokenizer, or token ids
 
@@ -41,34 +41,26 @@ class Text:
             return False
         return has_stop(self.tokenizer, request.tokens, request.prompt_len, stops)
 
-    def complete(self, request: Request) -> Completion:
-        """The request's Completion, with the output as text, too.
-
-        If the tokenizer fails, it ends the request with an error, and no others."""
-        completion = Completion.of(request)
+    def write(self, request: Request) -> None:
+        """Set the text of a request that has ended."""
         if self.tokenizer is not None:
-            write_text(completion, self.tokenizer, request.stop, request.params.stop)
-        return completion
+            write_text(request, self.tokenizer, request.params.stop)
 
-    def add_to(
-        self, events: Iterable[Event], requests: Mapping[int, tuple[list[int], SamplingParams]]
-    ) -> Iterator[Event]:
-        """The events, each with its text. `requests` has prompt and params by request id."""
+    def add_to(self, events: Iterable[Event]) -> Iterator[Event]:
+        """The events, each with its text."""
         if self.tokenizer is None:
             yield from events
             return
-        writers = {
-            request_id: Writer(TextStream(self.tokenizer, prompt), params.stop)
-            for request_id, (prompt, params) in requests.items()
-        }
-        lengths = dict.fromkeys(requests, 0)  # of the texts so far
+        writers: dict[int, Writer] = {}  # by request id
+        lengths: Counter[int] = Counter()  # of the texts so far
         for event in events:
-            if event.request_id not in writers:  # added by somebody else since then
-                yield event
-                continue
-            if event.completion is None:
-                text, _ = writers[event.request_id].push(event)
+            request = event.request
+            if request.id not in writers:  # its first token
+                stream = TextStream(self.tokenizer, request.prompt)
+                writers[request.id] = Writer(stream, request.params.stop)
+            if event.finish_reason is None:
+                text, _ = writers[request.id].push(event)
             else:
-                text = (event.completion.text or "")[lengths[event.request_id] :]
-            lengths[event.request_id] += len(text)
+                text = (request.text or "")[lengths[request.id] :]
+            lengths[request.id] += len(text)
             yield event._replace(text=text)

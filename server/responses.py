@@ -104,7 +104,7 @@ class CompletionResponse(StreamingResponse):
             event = await self.events.get()
             if event is None:
                 raise ApiError(500, "the engine failed, see its log")
-            index = running.get(event.request_id)
+            index = running.get(event.request.id)
             if index is None:
                 continue  # a token after a stop string
             request = self.requests[index]

@@ -46,7 +46,7 @@ def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeyp
     assert A100.source in text
     arrivals = poisson(sample_lengths("sharegpt4", 20, 8192, 0), 1.0, 0)
     for run in drawn[0].values():
-        served = [(c.arrival, len(c.prompt), len(c.tokens)) for c in run.completions]
+        served = [(c.arrival, len(c.prompt), len(c.output)) for c in run.completions]
         assert served == [arrival[:3] for arrival in arrivals]
     for line, (name, row) in zip(tables[0][1:], report["runs"].items(), strict=True):
         assert line[:2] == [name, f"{row['ttft_s']['p50']:.2f}"]

@@ -162,7 +162,7 @@ def test_a_policy_can_be_added_as_described(tmp_path):
     for name in classes:
         engine = Engine(model, policy=f"{file}:{name}", chunk=4, max_batch=2, max_len=32)
         completions = engine.generate(prompts, params)
-        assert [completion.tokens for completion in completions] == expected
+        assert [completion.output for completion in completions] == expected
 
 
 def test_what_the_template_names_is_there():

@@ -186,7 +186,7 @@ def test_what_is_written_is_certain_and_ends_before_a_stop_string(pieces, stops)
     written = ""
     for i in range(len(pieces)):
         last = "length" if i == len(pieces) - 1 else None
-        text, reason = writer.push(Event(0, i, None, last, None))
+        text, reason = writer.push(Event(None, i, None, last))
         written += text
         pushed = "".join(pieces[: i + 1])
         assert not any(stop in written for stop in stops) and writer.length == len(pushed)
@@ -208,7 +208,7 @@ def test_long_stop_strings_hold_nobody_up():
     stream = SimpleNamespace(push=lambda token: "q", flush=lambda: "")
     writer = Writer(stream, [Counted("q" * 10_000 + "!")])
     for i in range(5):
-        assert writer.push(Event(0, i, None, None, None)) == ("", None)
+        assert writer.push(Event(None, i)) == ("", None)
     assert 5 <= len(held_texts) <= 15  # no longer than the text that is held
 
 

@@ -408,11 +408,13 @@ def test_what_the_end_cuts_off_gets_an_error(capfd):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_that_is_complete_is_not_cut_off(stream):
     async def late_messages():
+        request = SimpleNamespace(
+            id=0, tokens=[0], prompt_len=1, prompt=[0], cached_tokens=0, preemptions=0
+        )
         events = asyncio.Queue()
         for finish_reason in (None, "length"):
-            events.put_nowait(Event(0, 1, None, finish_reason, None))
+            events.put_nowait(Event(request, 1, None, finish_reason))
         thread = SimpleNamespace(executor=SimpleNamespace(submit=lambda *_: None), end=None)
-        request = SimpleNamespace(id=0, tokens=[0], prompt_len=1, cached_tokens=0, preemptions=0)
         body = CompletionRequest(prompt="a", stream=stream)
         response = CompletionResponse(thread, letters, "tiny", body, [request], events)
         messages = []

@@ -93,7 +93,7 @@ def test_serve_prints_and_writes_everything(tmp_path, run, plots):
     assert list(runs) == names and file == str(files["png"]) and machine["threads"]
     arrivals = poisson(sample_lengths("sharegpt4", 5, 64, 0), 30.0, 0)
     for run in runs.values():
-        served = [(c.arrival, len(c.prompt), len(c.tokens)) for c in run.completions]
+        served = [(c.arrival, len(c.prompt), len(c.output)) for c in run.completions]
         assert served == [arrival[:3] for arrival in arrivals] and run.iterations
         assert {PRIORITIES[c.priority] for c in run.completions} == {"normal", "low"}
 

@@ -180,7 +180,7 @@ def our_engine(model: GPT, config: EngineConfig, prompts: Tokens, load: OfflineL
 
     def serve(count: int) -> Tokens:
         completions = engine.generate(prompts[:count], params, progress=False)
-        return [completion.tokens for completion in completions]
+        return [completion.output for completion in completions]
 
     return serve
 

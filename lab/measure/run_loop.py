@@ -19,7 +19,7 @@ from lab.measure.arrival import Arrival
 from policies.observers import Iteration
 from policies.pools import Sent
 from policies.priority import PRIORITIES
-from request import Completion, Event
+from request import Event, Request, Service
 from scheduler import Scheduler
 
 
@@ -61,7 +61,7 @@ class Server(Protocol):
         """Compute one batch, and return the Events of its tokens."""
         ...
 
-    def abort(self, i: int, /) -> Completion:
+    def abort(self, i: int, /) -> Request:
         """End request i."""
         ...
 
@@ -82,7 +82,7 @@ class Recorder(Protocol):
 class Run:
     """What was seen of one run. Times are in seconds from its start."""
 
-    completions: list[Completion]  # of request i in arrivals; "abort": rejected or interrupted
+    completions: list[Request]  # of request i in arrivals; "abort": rejected or interrupted
     iterations: list[Iteration]
     seconds: float  # until the last token
     own_fraction: float | None  # share of the steps' time outside of forward and token transfer
@@ -116,7 +116,7 @@ class LoadRun:
         prompts: Sequence[list[int]] | None = None,
         progress: Callable[[], object] = no_progress,
         recorder: Recorder | None = None,
-        gives_up: Callable[[Completion], bool] | None = None,
+        gives_up: Callable[[Request], bool] | None = None,
     ) -> None:
         self.server = server
         self.arrivals = arrivals
@@ -124,7 +124,7 @@ class LoadRun:
         self.progress = progress
         self.recorder = recorder
         self.gives_up = gives_up
-        self.completions: dict[int, Completion] = {}  # by request
+        self.completions: dict[int, Request] = {}  # by request
         self.iterations: list[Iteration] = []
         self.arrived: set[int] = set()
         self.refused = 0
@@ -147,8 +147,8 @@ class LoadRun:
         events = self.server.step()
         self.in_steps_s += self.server.clock() - began
         for event in events:
-            if event.completion:
-                self._complete(event.request_id, event.completion)
+            if event.finish_reason:
+                self._complete(event.request.id, event.request)
         iteration = self.server.last_iteration
         if iteration:
             self.iterations.append(iteration)
@@ -195,7 +195,7 @@ class LoadRun:
         in_forward_s = sum(i.end - i.launch for i in self.iterations if i.launch is not None)
         return 1 - in_forward_s / self.in_steps_s
 
-    def _complete(self, i: int, completion: Completion) -> None:
+    def _complete(self, i: int, completion: Request) -> None:
         """Keep the completion of request i."""
         self.completions[i] = completion
         if self.gives_up and self.gives_up(completion):
@@ -213,10 +213,12 @@ class LoadRun:
             self.server.add(i, arrival, self.prompts[i] if self.prompts else None)
         except QueueFull:
             self.refused += 1
-            self.completions[i] = Completion(
-                request_id=i,
-                prompt=[0] * arrival.prompt_len,
+            self.completions[i] = Request(
+                id=i,
+                tokens=[0] * arrival.prompt_len,
+                prompt_len=arrival.prompt_len,
+                max_new_tokens=arrival.output_len,
                 arrival=arrival.time,
-                priority=PRIORITIES.index(arrival.priority),
+                service=Service(PRIORITIES.index(arrival.priority)),
                 finish_reason="abort",
             )

@@ -22,7 +22,7 @@ from policies import scheduler_of, with_tile
 from policies.micro_batches import MicroBatches, StageRun, StageTime
 from policies.observers import Iteration
 from policies.priority import make_service
-from request import Batch, Completion, Event, Request
+from request import Batch, Event, Request
 from scheduler import (
     VLLM,
     Orca,
@@ -222,11 +222,11 @@ class Simulation(MicroBatches):
         )
         self.schedulers[0].add(request)
 
-    def abort(self, i: int) -> Completion:
+    def abort(self, i: int) -> Request:
         """Give request i up."""
         for micro_batch in range(len(self.steady)):
             self._settle(micro_batch)
-        return Completion.of(self.schedulers[0].abort(i))
+        return self.schedulers[0].abort(i)
 
     def step(self) -> list[Event]:
         """Let the next micro-batch that is ready send a batch through its pipeline, if it has work.
@@ -295,7 +295,7 @@ class Simulation(MicroBatches):
         """The Events of new tokens; without a record of those that end a request, as nobody looks
         at the others."""
         return [
-            Event.of(request, token, Completion.of(request) if request.finish_reason else None)
+            Event.of(request, token)
             for request, token in new_tokens
             if self.record or request.finish_reason
         ]
