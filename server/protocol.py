@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
-from errors import ArgumentError, QueueFull
+from errors import QueueFull
 
 MAX_FIELDS = 100  # of a body, also those that are not known
 MAX_ITEMS = 10_000  # keys and items in a field: each costs time, in which all streams wait
@@ -200,7 +200,7 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
         message = str(error).replace("max_new_tokens", self.limit_name)
         if message.startswith("prompt"):
             message = self.prompt_name + message.removeprefix("prompt")
-        argument = error.argument if isinstance(error, ArgumentError) else ""
+        argument = getattr(error, "argument", str(error).partition("=")[0])
         field = names.get(argument, argument)
         return ApiError(400, message, field if field in type(self).model_fields else None)
 

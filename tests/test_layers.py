@@ -18,7 +18,7 @@ LOW = "runtime.files runtime.torchrun runtime.memory runtime.lone_chunk runtime.
 PLANNING = f"errors request runtime.journal kv_cache scheduler policies {LOW} config"
 CACHE = "errors request kv_cache runtime.memory"
 GEOMETRY = "pretrained.presets pretrained.geometry"
-MODEL = f"{GEOMETRY} pretrained attention model runtime.drawing sampling"
+MODEL = f"{GEOMETRY} pretrained attention model sampling"
 ENGINE = f"{PLANNING} {MODEL} runtime.text runtime engine torch"
 LIBRARIES = f"{ENGINE} parallel lab.measure lab.simulator page"
 MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
@@ -39,8 +39,7 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "pretrained": f"errors request runtime.memory {GEOMETRY} torch",
     "attention": f"{CACHE} runtime.lone_chunk {GEOMETRY} torch",
     "model": f"{CACHE} runtime.pieces {GEOMETRY} pretrained attention torch",
-    "runtime.drawing": "attention torch",
-    "sampling": "errors runtime.drawing torch",
+    "sampling": "attention torch",
     "runtime.text": "errors request pretrained sampling",
     "runtime": f"errors request kv_cache runtime.memory runtime.lone_chunk {MODEL} torch",
     "engine": f"{PLANNING} {MODEL} runtime.text runtime",

@@ -107,8 +107,6 @@ FLAG = Kind([True, False], [*STRANGE, None, 0, 1, "yes", "no", np.True_, torch.t
 NO_TOKEN_IDS = [[True], [-1], [1.5], ["1"], [None], [[1]], torch.tensor([True]), True, 5, None]
 TOKEN_IDS = [[1], (1, 2), range(3), np.array([1, 2]), torch.tensor([1, 2])]
 PROMPT = Kind(TOKEN_IDS, [*STRANGE, *NO_TOKEN_IDS, [], [61], {1, 2}, "text", [1, 10**5000]])
-STOP_TOKENS = Kind([*TOKEN_IDS, [], {1, 2}], [*STRANGE, *NO_TOKEN_IDS, "7"])
-TEXTS = Kind(["a", ["a", "b"], ()], [*STRANGE, None, 5, [""], [1]])
 PARAMS = besides(optional(instance(ONE_TOKEN)), 0, False, "", {}, dict(max_new_tokens=3))
 POSITIVE = number([0.5, 3e-308, 1e308, Fraction(1, 9)], [0, -1, 5e-324])
 CLOCK = Kind([time.monotonic, int], [*STRANGE, 5, None])
@@ -125,16 +123,6 @@ BROKEN_TOKENIZERS = [
     *[LETTERS._replace(longest_token=length) for length in (0, 1.5, "x", True)],
 ]
 
-SAMPLING = dict(
-    max_new_tokens=SIZE,
-    temperature=number([0, 1e308, Fraction(1, 10**400)], [-0.1]),
-    top_k=whole(0),
-    top_p=number([0.5, 1], [0, 1.1, 5e-324, Fraction(1, 10**400)]),
-    seed=whole(-(2**63)),
-    stop_token_ids=STOP_TOKENS,
-    stop=TEXTS,
-    logprobs=FLAG,
-)
 GEOMETRY = dict(
     family=one_of("gpt2", "llama"),
     vocab_size=whole(1, 2**24),
@@ -293,7 +281,6 @@ def model(**changes):
 
 
 CALLS = {
-    SamplingParams: SAMPLING,
     preset: GEOMETRY,
     scaling: SCALING,
     EngineConfig: CONFIG,
@@ -349,7 +336,6 @@ MESSAGES = [  # a call, its arguments, and what it says
         "prompt of 30 tokens + max_new_tokens=99: must not exceed max_len=128",
     ),
     (generate, {"prompts": "abc"}, "prompts='abc': must be a list of prompts"),
-    (SamplingParams, {"seed": 2**63}, f"seed={2**63}: {WHOLE} {-(2**63)} and at most {2**63 - 1}"),
     (EngineConfig, {"prefix_caching": 1}, "prefix_caching=1: must be True or False"),
     (EngineConfig, {"max_len": 1}, f"max_len=1: {WHOLE} 2"),
     (EngineConfig, CACHING, "page_size=16: must be below max_len=16, for prefix_caching"),
@@ -378,7 +364,6 @@ def test_an_error_says_what_is_allowed(call, arguments, message):
 @pytest.mark.parametrize(
     "call, arguments, message",
     [
-        (SamplingParams, dict(max_tokens=1), "max_tokens: did you mean max_new_tokens?"),
         (small_engine, dict(polcy="vllm"), "polcy: did you mean policy?"),
         (EngineConfig, dict(no_such=2), "no_such: there is no such argument"),
         (with_config, dict(chunk=2), "chunk: give these to the EngineConfig"),
