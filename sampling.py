@@ -6,8 +6,8 @@ its softmax probability. The noise is one number for each seed, output position 
 hash of these three, the same on every device.
 
 So a request's text does not depend on who shares its batch, on the policy, or on how often a step
-was repeated. Only the rounding of its logits does, 1e-5 or so, and it moves each sum by as much and
-no more: another token is drawn only if the two largest sums are as close as that.
+was repeated. These may round its logits in another way, by 1e-5 or so. That moves each sum by as
+much and no more: another token is drawn only if the two largest sums are as close as that.
 
 Read next: config.py."""
 
@@ -106,6 +106,7 @@ def draw(logits: Tensor, draws: Sequence[tuple[SamplingParams, int]], size: int)
         is_beyond = torch.arange(size, device=device) >= top_k
         probs = (values / temperature).masked_fill(is_beyond, -torch.inf)
         sums = probs.softmax(-1).cumsum(-1)
+        # so many tokens are kept, and of those like the last one the smaller ids
         kept = (1 + (sums < top_p).sum(-1, keepdim=True)).minimum(top_k).long()
         smallest = values.gather(1, kept - 1)
         kept_ties = kept - (values > smallest).sum(-1, keepdim=True)
