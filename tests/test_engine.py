@@ -103,14 +103,14 @@ def word_tokenizer():
 
 def test_text_in_text_out():
     model = tiny_model()
-    params = SamplingParams(15, temperature=3.0)
+    params = [SamplingParams(15, temperature=3.0, seed=seed) for seed in range(4)]
     model.head.weight.mul_(0.3)  # flatter, so that the stop token comes up now and then
     prompts = ["0 1 2", "25 25 25", "7 4 11 11 14", "16"]
     engine = make_engine(model=model, tokenizer=word_tokenizer())
     completions = engine.generate(prompts, params)
-    for prompt, completion in zip(prompts, completions, strict=True):
+    for prompt, each, completion in zip(prompts, params, completions, strict=True):
         tokens = [int(word) for word in prompt.split()]
-        expected = alone(model, tokens, params, stop=(26,))
+        expected = alone(model, tokens, each, stop=(26,))
         assert completion.output == expected
         text = expected[:-1] if completion.finish_reason == "stop" else expected
         assert completion.text == "".join(f" {token}" for token in text)  # it begins with a space
@@ -258,8 +258,8 @@ EXTREME_REQUESTS = [
     dict(priority="high", tbt_slo=1 / 9),
 ]
 EXTREME_PARAMS = [
-    *[SamplingParams(9, t) for t in (5e-324, 1e308)],
-    *[SamplingParams(9, 1.0, 2**62, 3e-308, seed) for seed in (-(2**63), 2**63 - 1)],
+    *[SamplingParams(9, temperature) for temperature in (5e-324, 1e300)],
+    *[SamplingParams(9, 1.0, 2**62, 1e-300, seed) for seed in (-(2**63), 2**63 - 1, 10**30)],
 ]
 
 

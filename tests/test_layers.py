@@ -16,7 +16,7 @@ from tests.helpers import ROOT, repository
 LOW = "runtime.files runtime.torchrun runtime.memory runtime.lone_chunk runtime.pieces"
 PLANNING = f"pretrained.presets config request kv_cache bookkeeping scheduler policies {LOW}"
 CACHE = "config request kv_cache runtime.memory"
-MODEL = "pretrained attention model runtime.drawing sampling"
+MODEL = "pretrained attention model sampling"
 ENGINE = f"{PLANNING} {MODEL} runtime.text runtime engine torch"
 LIBRARIES = f"{ENGINE} parallel lab.measure lab.simulator page"
 MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
@@ -35,8 +35,7 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "pretrained": "pretrained.presets config request runtime.memory torch",
     "attention": f"{CACHE} runtime.lone_chunk torch",
     "model": f"{CACHE} runtime.pieces pretrained attention torch",
-    "runtime.drawing": "attention torch",
-    "sampling": "pretrained runtime.drawing torch",
+    "sampling": "attention torch",
     "runtime.text": "request pretrained sampling",
     "runtime": f"{CACHE} runtime.lone_chunk {MODEL} torch",
     "engine": f"{PLANNING} {MODEL} runtime.text runtime",

@@ -1,90 +1,164 @@
 """From logits to tokens: each token is the one that a plain definition draws."""
 
+import math
 import random
 from itertools import accumulate
 
 import pytest
 import torch
 
-from runtime import drawing
+import sampling
 from sampling import SamplingParams, sample
 
+WORD = 2**64
 
-def first_above(uniform, probs):
-    """The index of the first probability at which the sum of all passes `uniform`."""
-    total = sum(probs)
-    sums = accumulate(prob / total for prob in probs)
-    above = (index for index, end in enumerate(sums) if end > uniform)
-    return next(above, len(probs) - 1)
+
+def mixed(x):
+    """splitmix64 without its last shift, of an int of 64 bits without a sign."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % WORD
+    return (x ^ x >> 27) * 0x94D049BB133111EB % WORD
+
+
+def noise_by_definition(seed, position, token):
+    """Gumbel noise of the upper 52 bits of a hash, in the middle between their two neighbours."""
+    bits = mixed(mixed(mixed((seed + 1) % WORD) ^ position) ^ token)
+    signed = bits - WORD if bits >= WORD // 2 else bits
+    uniform = 0.5 + (2 * (signed // 2**12) + 1) / 2**53
+    return -math.log(-math.log(uniform))
 
 
 def drawn_by_definition(logits, params, position):
-    """The token of a row of logits: tokens sorted by probability and then id, top_k of them, the
-    fewest of those that make up top_p, and the first at which the sum passes a random number."""
-    uniform = random.Random(f"{params.seed}/{position}").random()
-    scores = logits.double() - logits.double().max()
-    probs = (scores / params.temperature).softmax(-1).tolist()
-    tokens = list(range(len(probs)))
-    if params.top_k or params.top_p < 1:
-        tokens.sort(key=lambda token: (-probs[token], token))
-        tokens = tokens[: params.top_k or len(tokens)]
-        total = sum(probs[token] for token in tokens)
-        sums = accumulate(probs[token] / total for token in tokens)
-        tokens = tokens[: 1 + sum(end < params.top_p for end in list(sums)[:-1])]
-    return tokens[first_above(uniform, [probs[token] for token in tokens])]
+    """The token of a row of logits: tokens sorted by logit and then id, top_k of them, the fewest
+    of those that make up top_p, and of these the one with the largest logit and noise."""
+    logits = logits.tolist()
+    tokens = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    tokens = tokens[: params.top_k or len(tokens)]
+    largest = logits[tokens[0]]
+    weights = [math.exp((logits[token] - largest) / params.temperature) for token in tokens]
+    total = sum(weights)
+    sums = accumulate(weight / total for weight in weights)
+    tokens = tokens[: 1 + sum(end < params.top_p for end in list(sums)[:-1])]
+
+    def score(token):
+        noise = noise_by_definition(params.seed, position, token)
+        return logits[token] + params.temperature * noise
+
+    return max(tokens, key=score)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 40, 1500])
-@pytest.mark.parametrize("kind", ["all differ", "ties", "few are possible"])
+@pytest.mark.parametrize("kind", ["all differ", "hardly differ", "ties", "few are possible"])
 def test_each_token_is_the_one_that_the_definition_draws(kind, vocab_size, monkeypatch):
-    """Also where only some tokens are sorted, where these end within a tie, and where rows are
-    drawn in several blocks: none of it depends on the other rows."""
-    monkeypatch.setattr(drawing, "FEW_TOKENS", 32)
-    draw = random.Random(vocab_size)
+    """Also where only some tokens are sorted, where these end within a tie, where float32 would see
+    no difference, and where rows are drawn in several blocks: none of it depends on other rows."""
+    monkeypatch.setattr(sampling, "FEW_TOKENS", 32)
+    rng = random.Random(vocab_size)
     generator = torch.Generator().manual_seed(vocab_size)
-    logits = torch.randn(400, vocab_size, generator=generator)
+    logits = torch.randn(200, vocab_size, generator=generator)
+    if kind == "hardly differ":
+        logits = 1 + 1e-9 * logits.double()
     if kind == "ties":
         logits = (2 * logits).round() / 2
     if kind == "few are possible":
         logits[:, 1:].masked_fill_(logits[:, 1:] < 1, float("-inf"))
     params = [
         SamplingParams(
-            temperature=draw.choice([0.5, 1.0, 4.0]),
-            top_k=draw.choice([0, 0, 1, 5, 31, 32, 33, 10**6]),
-            top_p=draw.choice([1.0, 1.0, 0.9, 0.3]),
+            temperature=rng.choice([0.5, 1.0, 4.0]),
+            top_k=rng.choice([0, 0, 1, 5, 31, 32, 33, 10**6]),
+            top_p=rng.choice([1.0, 1.0, 0.9, 0.3]),
             seed=seed,
         )
         for seed in range(len(logits))
     ]
-    positions = [draw.randrange(9) for _ in params]
+    positions = [rng.randrange(9) for _ in params]
     tokens = sample(logits, params, positions)[0].tolist()
     rows = zip(logits, params, positions, strict=True)
     assert tokens == [drawn_by_definition(*row) for row in rows]
-    few = draw.sample(range(len(logits)), 3)
+    few = rng.sample(range(len(logits)), 3)
     few_params = [params[i] for i in few]
     few_positions = [positions[i] for i in few]
     few_tokens, _ = sample(logits[few], few_params, few_positions)
     assert few_tokens.tolist() == [tokens[i] for i in few]
 
 
-def frequencies(logits, draws=4000, **options):
-    """How often each token is drawn."""
+def test_float64_logits_keep_all_their_digits():
+    logits = torch.tensor([[1.0, 1 + 1e-12, 0.5]], dtype=torch.float64)
+    tokens, logprobs = sample(logits, [SamplingParams(logprobs=True)], [0])
+    expected = logits[0, 1] - logits[0].exp().sum().log()
+    assert tokens.tolist() == [1] and logprobs.dtype == torch.float64
+    torch.testing.assert_close(logprobs[0], expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63 - 1, 2**70 + 5])
+def test_any_whole_number_is_a_seed(seed):
+    logits = torch.zeros(1, 500)
+    params = SamplingParams(temperature=1.0, seed=seed)
+    small = SamplingParams(temperature=1.0, seed=seed % 2**63)
+    assert sample(logits, [params], [3])[0] == drawn_by_definition(logits[0], small, 3)
+
+
+def draws(logits, keys, **options):
+    """A token for each (seed, position)."""
     options = {"temperature": 1.0} | options
-    params = [SamplingParams(seed=seed, **options) for seed in range(draws)]
-    tokens, _ = sample(torch.tensor([logits]).expand(draws, -1), params, [0] * draws)
-    return tokens.bincount(minlength=len(logits)) / draws
+    params = [SamplingParams(seed=seed, **options) for seed, _ in keys]
+    positions = [position for _, position in keys]
+    return sample(torch.tensor([logits]).expand(len(keys), -1), params, positions)[0]
 
 
+def chi_squared(tokens, probs):
+    """The statistic of Pearson's test of tokens that should be drawn with these probabilities."""
+    expected = torch.as_tensor(probs) * len(tokens)
+    counts = tokens.bincount(minlength=len(expected))
+    return ((counts - expected) ** 2 / expected).sum()
+
+
+KEYS = {
+    "seeds": [(seed, 0) for seed in range(8000)],
+    "positions": [(0, position) for position in range(8000)],
+    "both": [(n // 90, n % 90) for n in range(8000)],
+}
+
+
+@pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
-def test_sampling_follows_the_distribution(temperature):
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
-    shares = frequencies(logits.tolist(), temperature=temperature)
-    expected = (logits / temperature).softmax(-1)
-    assert (shares - expected).abs().max() < 0.03
-    assert shares[4] == 0
-    assert frequencies([1.0, 3.0, 2.0], draws=20, temperature=1e-300)[1] == 1  # greedy and finite
-    with_nan = frequencies([float("nan"), 1.0, 2.0], draws=1, temperature=temperature)
-    assert len(with_nan) == 3
+def test_sampling_follows_the_distribution(temperature, keys):
+    logits = [2.0, 1.0, 0.0, -1.0, float("-inf")]
+    tokens = draws(logits, KEYS[keys], temperature=temperature)
+    probs = (torch.tensor(logits) / temperature).softmax(-1)[:4]
+    assert tokens.max() == 3
+    assert chi_squared(tokens, probs) < 16.3  # P = 0.001, 3 degrees of freedom
+
+
+@pytest.mark.parametrize("step", [(0, 1), (1, 0), (1, -1), (1, 1)], ids=str)
+def test_draws_of_neighbours_are_independent(step):
+    """A seed and the next one, as answers to one prompt have them, at the same and at the next
+    position: the pairs of tokens are distributed as those of two dice."""
+    keys = [(100 * n, 50 + n % 7) for n in range(8000)]
+    neighbours = [(seed + step[0], position + step[1]) for seed, position in keys]
+    pairs = 4 * draws([0.0] * 4, keys) + draws([0.0] * 4, neighbours)
+    assert chi_squared(pairs, [1 / 16] * 16) < 37.7  # P = 0.001, 15 degrees of freedom
+
+
+def test_noise_of_all_tokens_is_independent():
+    tokens = draws([0.0] * 1000, KEYS["both"])
+    assert chi_squared(tokens, [1 / 1000] * 1000) < 1143  # P = 0.001, 999 degrees of freedom
+    assert chi_squared(tokens % 4, [1 / 4] * 4) < 16.3
+
+
+def test_a_tiny_temperature_is_greedy_and_nan_does_no_harm():
+    keys = KEYS["seeds"][:20]
+    for options in ({}, {"top_p": 0.9}, {"top_k": 2}):
+        assert draws([1.0, 3.0, 2.0], keys, temperature=1e-300, **options).tolist() == [1] * 20
+        assert draws([float("nan"), 1.0, 2.0], keys, **options).max() < 3
+
+
+def test_rounding_moves_hardly_any_token():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(400, 5000, generator=generator)
+    rounded = logits + 1e-4 * torch.randn(400, 5000, generator=generator)
+    params = [SamplingParams(temperature=1.0, seed=seed) for seed in range(400)]
+    tokens, others = (sample(x, params, range(400))[0] for x in (logits, rounded))
+    assert (tokens != others).sum() <= 1
 
 
 @pytest.mark.parametrize(
@@ -97,8 +171,8 @@ def test_sampling_follows_the_distribution(temperature):
     ],
 )
 def test_top_k_and_top_p_keep_what_they_say(probs, options, kept):
-    shares = frequencies(torch.tensor(probs).log().tolist(), draws=400, **options)
-    assert shares.nonzero().flatten().tolist() == kept
+    tokens = draws(torch.tensor(probs).log().tolist(), KEYS["both"][:400], **options)
+    assert tokens.unique().tolist() == kept
 
 
 def test_sampling_never_sorts_more_than_some_rows_of_a_large_vocabulary(monkeypatch):
@@ -117,3 +191,20 @@ def test_sampling_never_sorts_more_than_some_rows_of_a_large_vocabulary(monkeypa
     params += [SamplingParams(temperature=1.0, top_p=0.9)] * 3
     sample(torch.zeros(74, 5000), params, [0] * 74)
     assert shapes == [(32, 5000, 1024), (32, 5000, 1024), (6, 5000, 1024), (3, 5000, 5000)]
+
+
+@pytest.mark.parametrize(
+    "field, wrong, right",
+    [
+        ("max_new_tokens", [0, -1], [1]),
+        ("temperature", [-0.1, float("nan"), float("inf")], [0, 1e-300, 1e299]),
+        ("top_k", [-1], [0, 10**6]),
+        ("top_p", [0, -1, 1.1, float("nan")], [1e-9, 1]),
+    ],
+)
+def test_a_number_out_of_range_is_named(field, wrong, right):
+    for value in wrong:
+        with pytest.raises(ValueError, match=rf"^{field}="):
+            SamplingParams(**{field: value})
+    for value in right:
+        SamplingParams(**{field: value})

@@ -12,7 +12,7 @@ import torch
 from engine import Engine
 from model import GPT, GPTConfig
 from policies import POLICIES
-from sampling import SamplingParams
+from sampling import SamplingParams, sample
 from test_equivalence import in_dtype, prefill
 from tests.helpers import tiny_model
 
@@ -135,6 +135,16 @@ def test_cuda_equals_cpu(geometry, load, case):
     for policy in POLICIES if load == "few" else ("sarathi-serve", "vllm"):
         completions = serve(model, LOADS[load], policy, attention, int(page_size))
         assert largest_difference(reference, completions) < TOLERANCE[dtype], policy
+
+
+@pytest.mark.cuda_device
+def test_cuda_draws_the_tokens_of_the_cpu():
+    logits = torch.randn(200, 5000, generator=torch.Generator().manual_seed(0))
+    ways = [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.0, 0, 0.5), (2.0, 2000, 0.9)] * 50
+    params = [SamplingParams(1, *way, seed=seed) for seed, way in enumerate(ways)]
+    tokens, _ = sample(logits, params, range(200))
+    on_cuda, _ = sample(logits.cuda(), params, range(200))
+    assert on_cuda.tolist() == tokens.tolist()
 
 
 @pytest.mark.cuda_build
