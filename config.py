@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from errors import (
     INT64_MAX,
+    ArgumentError,
     QueueFull,
     check_bool,
     check_names,
@@ -77,6 +78,13 @@ class EngineConfig:
         )
         filled = replace(self, **sizes)
         return filled.with_tile(CUDA_TILE) if model.device.type == "cuda" else filled
+
+    def check_fits(self, prompt_len: int, max_new_tokens: int) -> None:
+        """Raise ValueError if such a request could never fit: it would be queued for ever."""
+        assert self.max_len
+        if prompt_len + max_new_tokens > self.max_len:
+            total = f"prompt of {prompt_len} tokens + max_new_tokens={max_new_tokens}"
+            raise ArgumentError(f"{total}: must not exceed max_len={self.max_len}", "prompt")
 
     def check_queue(self, waiting: int) -> None:
         """Raise QueueFull if so many requests wait that no other may."""

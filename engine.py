@@ -6,16 +6,20 @@
     request_id = engine.add_request(prompt, params)                       # online: add, step, abort
     for event in engine.step(): ...
 
-A step is atomic: if anything raises before the sampled tokens are there (out of memory, Ctrl-C),
-the next `step()` computes the batch again. For interrupts anywhere else see journal.py.
+If anything raises before the sampled tokens are there (out of memory, Ctrl-C), the next `step()`
+computes the same batch. A Ctrl-C while requests are moved on comes after that, see `no_interrupt`.
 
 Read first: config.py. Here the core ends. Beside it: runtime/runner.py, which holds model and
-cache; journal.py; policies/pages.py."""
+cache; policies/pages.py."""
 
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import Any
 
 from tqdm import tqdm
 
@@ -31,12 +35,35 @@ from sampling import SamplingParams
 from scheduler import Scheduler
 
 
-class Computed(NamedTuple):
-    """A batch that was computed; its requests have not moved on yet."""
+@contextmanager
+def no_interrupt() -> Iterator[None]:
+    """Hold a Ctrl-C back until the block has ended, so that nothing is left half done.
 
-    batch: Batch
-    tokens: list[int | None]  # sampled after each chunk
-    iteration: Iteration
+    A second one is raised at once, as a policy may loop for ever. Only the main thread gets any.
+    What is given up for so little:
+
+    - A Ctrl-C in `generate` or `stream` drops their requests, as any exception does.
+    - In a loop of `step()` it may cost the events of one iteration. The requests go on.
+    - After a second Ctrl-C, or an exception of a policy, such a loop needs `Engine.reset()`.
+    - A server fails all its requests when a step fails."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append(number)
+        if len(held) == 2:
+            signal.signal(number, handler)
+            signal.raise_signal(number)
+
+    handler = signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if len(held) == 1:
+            signal.raise_signal(signal.SIGINT)
 
 
 class Engine:
@@ -73,17 +100,13 @@ class Engine:
             config = EngineConfig(**fields)
         elif fields:
             raise TypeError(f"{', '.join(fields)}: give these to the EngineConfig")
-        self.config = config = self.fit(model, config)
+        self.config = config = config.for_model(model)
         self.clock = lambda: check_number("clock()", clock(), "a finite number of seconds")
         self.scheduler = self.make_scheduler()
         self.runner = self.make_runner(model, config)
         self.last_iteration: Iteration | None = None
         self._next_id = 0
-        self._computed: Computed | None = None
-
-    def fit(self, model: GPT, config: EngineConfig) -> EngineConfig:
-        """The config with all numbers filled in."""
-        return config.for_model(model)
+        self._serving = False  # True: generate or stream computes, or was broken off
 
     def make_scheduler(self) -> Scheduler:
         """The scheduler, the first one if there are several."""
@@ -96,24 +119,12 @@ class Engine:
     @property
     def schedulers(self) -> Sequence[Scheduler]:
         """All of them: one for each micro-batch."""
-        return self.scheduler.journal.schedulers
-
-    def __repr__(self) -> str:
-        model = self.runner.model
-        name = f"{type(self).__name__} of a {model.config.family} model"
-        sizes = f"chunk={self.config.chunk}, max_batch={self.config.max_batch}"
-        count = len(self.scheduler.requests)
-        return f"<{name}, {self.config.policy}, {sizes}, {count} requests>"
-
-    @property
-    def batch_under_way(self) -> Batch:
-        """The first scheduler's batch whose events were not returned yet; it may be empty."""
-        return self._computed.batch if self._computed else self.scheduler.batch
+        return self.scheduler.peers
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended, or its last event was not returned yet."""
-        return bool(self.scheduler.requests or self._computed)
+        """Whether any request has not ended."""
+        return bool(self.scheduler.requests)
 
     def add_request(
         self,
@@ -135,9 +146,7 @@ class Engine:
             request_id = self._next_id
         else:
             request_id = check_whole("request_id", request_id, minimum=0)
-            computed = self._computed.batch if self._computed else []  # some of these have ended
-            is_in_batch = any(chunk.request.id == request_id for chunk in computed)
-            if is_in_batch or request_id in self.scheduler.requests:
+            if request_id in self.scheduler.requests:
                 raise ValueError(f"request_id={request_id}: is the id of another request")
         arrival = self.clock() if arrival is None else arrival
         request = Request(
@@ -150,67 +159,53 @@ class Engine:
             params=params,
             service=make_service(**service),
         )
-        self.scheduler.journal.mend()
         self.config.check_queue(len(self.scheduler.waiting))
-        self._next_id = max(self._next_id, request.id + 1)
-        self.scheduler.add(request)
+        with no_interrupt():
+            self._next_id = max(self._next_id, request.id + 1)
+            self.scheduler.add(request)
         return request.id
 
     def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The prompt as a checked list of token ids."""
         check_type("params", params, SamplingParams, "SamplingParams")
         tokens = self.text.encode(prompt, params.stop, self.runner.model.config.vocab_size)
-        self.scheduler.check_fits(len(tokens), params.max_new_tokens)
+        self.config.check_fits(len(tokens), params.max_new_tokens)
         return tokens
 
     def abort(self, request_id: int) -> Completion:
-        """End a request at once, return its Completion. Raises ValueError if there is none."""
-        request = self.scheduler.requests.get(check_whole("request_id", request_id, 0, 2**64))
-        if request is None:
-            raise ValueError(f"request_id={request_id}: no such request, or it has ended")
-        completion = self.text.complete(request)
-        completion.finish_reason = "abort"
-        self.running_in(request_id).finish(request, "abort")
-        return completion
-
-    def running_in(self, request_id: int) -> Scheduler:
-        """The scheduler under which a request runs; any, if it waits."""
-        return self.scheduler
+        """End a request at once, return its Completion. Raises KeyError if there is none."""
+        with no_interrupt():
+            return self.text.complete(self.scheduler.abort(request_id))
 
     def step(self) -> list[Event]:
         """Run one iteration and return an Event for each new token; [] if there is nothing to do.
 
         What the model raises passes through, and the next call computes the same batch again."""
-        if self._computed is None:
-            start = self.clock()
+        start = self.clock()
+        with no_interrupt():
             batch = self.scheduler.next_batch()
-            if not batch:
-                return []
-            flat = FlatBatch.build(batch, self.runner.attention)
-            launch = self.clock()
-            logits = self.runner.forward(flat)
-            tokens = self.runner.sample(logits, batch)
-            end = self.clock()
-            iteration = Iteration.of(self.scheduler, batch, start, end, launch)
-            self._computed = Computed(batch, tokens, iteration)
+        if not batch:
+            return []
+        flat = FlatBatch.build(batch, self.runner.attention)
+        launch = self.clock()
+        logits = self.runner.forward(flat)
+        tokens = self.runner.sample(logits, batch)
+        end = self.clock()
+        with no_interrupt():
+            self.last_iteration = Iteration.of(self.scheduler, batch, start, end, launch)
             self.scheduler.observe(batch, end - start)
-        events = self._advance(self._computed)
-        self._computed = None
-        return events
+            return self.advance(self.scheduler, batch, tokens, end)
 
-    def _advance(self, computed: Computed) -> list[Event]:
-        """Move the requests on: an Event for each new token, with its Completion if it is the last.
-
-        A second call changes nothing more, see Scheduler.advance."""
-        batch, tokens, iteration = computed
-        scheduler = self.schedulers[iteration.micro_batch]
-        events = []
-        for request, token in scheduler.advance(batch, tokens, iteration.end):
+    def advance(
+        self, scheduler: Scheduler, batch: Batch, tokens: Sequence[int | None], now: float
+    ) -> list[Event]:
+        """Move the requests of a computed batch on: an Event for each new token."""
+        events: list[Event] = []
+        for request, token in scheduler.advance(batch, tokens, now):
             if request.finish_reason != "stop" and self.text.has_stop(request):
                 scheduler.finish(request, "stop")  # even if its length is reached as well
             completion = self.text.complete(request) if request.finish_reason else None
             events.append(Event.of(request, token, completion))
-        self.last_iteration = iteration
         return events
 
     def generate(
@@ -227,11 +222,13 @@ class Engine:
         check_bool("progress", progress)
         completions: list[Completion] = []
         requests = self._encode_all(prompts, params)
-        hide_bar = None if progress and sys.stderr else True  # None: tqdm looks for a terminal
-        with tqdm(total=len(requests), desc="requests", disable=hide_bar) as bar:
+        shows_bar = progress and sys.stderr and sys.stderr.isatty()
+        with tqdm(total=len(requests), desc="requests") if shows_bar else nullcontext() as bar:
             for event in self._serve(requests):
-                if event.completion is not None:
-                    completions.append(event.completion)
+                if event.completion is None:
+                    continue
+                completions.append(event.completion)
+                if bar is not None:
                     bar.update()
         return sorted(completions, key=lambda completion: completion.request_id)
 
@@ -249,45 +246,41 @@ class Engine:
 
     def _encode_all(self, prompts: Any, params: Any) -> list[tuple[list[int], SamplingParams]]:
         """The checked prompts with their params. Raises ValueError while other requests run."""
+        if self._serving:
+            self.reset()
         if self.has_work:
-            raise ValueError("generate: other requests are running, step() or abort() them")
+            raise ValueError("generate: other requests are running: step(), abort() or reset()")
         pairs = params_of_each(prompts, params)
         return [(self._encode(prompt, each), each) for prompt, each in pairs]
 
     def _serve(self, requests: Sequence[tuple[list[int], SamplingParams]]) -> Iterator[Event]:
-        """Serve these requests. An exception drops them, and so do two Ctrl-C in a row."""
-        ids = range(self._next_id, self._next_id + len(requests))
+        """Serve these requests. If it is given up, they are aborted; other exceptions reset all."""
+        ids: list[int] = []
+        self._serving = True  # and this is still so, if two Ctrl-C in a row prevent the reset
         try:
-            try:
-                for prompt, params in requests:
-                    self.add_request(prompt, params)
-                while self.has_work:
-                    yield from self.step()
-            except BaseException:
-                self._drop_own(ids)
-                raise
-        except BaseException:  # maybe another one, while the first was handled
-            self._drop_own(ids)
+            for prompt, params in requests:
+                ids.append(self.add_request(prompt, params))
+            while self.has_work:
+                self._serving = True
+                events = self.step()
+                self._serving = False
+                yield from events
+        except GeneratorExit:
+            for request_id in self.scheduler.requests.keys() & ids:
+                self.abort(request_id)
             raise
-
-    def _drop_own(self, ids: range) -> None:
-        """Drop those of these requests that are left. Others may have come since they ended."""
-        requests = self.scheduler.requests
-        left = [request for request in requests.values() if request.id in ids]
-        is_alone = len(left) == len(requests)
-        if left or is_alone:
-            self.drop(left)
-        if is_alone:
-            self._next_id = ids.start
+        except BaseException:
+            self.reset()
+            raise
 
     def warm_up(self) -> None:
         """Serve the longest prompt with a decode, then as many requests as may run, and forget all,
         so that page faults and compilations are over. Raises ValueError while requests run."""
         if self.has_work:
-            raise ValueError("warm_up: requests are running, step() or abort() them")
-        self.drop([])  # what the cache holds is lost
+            raise ValueError("warm_up: requests are running: step(), abort() or reset()")
         max_batch = self.scheduler.max_batch
         self.runner.warm_up(max_batch)
+        self.reset()  # what the cache held is lost
         pages, _, max_len = self.config.cache_sizes
         max_output = max_len - 1
         long_prompt = [0] * max(1, max_output - 1)
@@ -295,15 +288,12 @@ class Engine:
         count = min(max_batch, pages, self.config.max_waiting or max_batch)  # each has a page
         params = [SamplingParams(min(n + 2, max_output)) for n in range(count)]
         self.generate([[0]] * count, params, progress=False)
-        self.drop([])  # none of this is found later
+        self.reset()  # none of this is found later
         self._next_id = 0
 
-    def drop(self, requests: Iterable[Request]) -> None:
-        """End these requests at once; all others begin anew, in an empty cache.
-
-        The policy is not asked: it may have failed."""
-        self._computed = None
-        for request in requests:
-            request.finish_reason = "abort"
-            self.scheduler.requests.pop(request.id, None)
-        self.scheduler.journal.begin_anew()
+    def reset(self) -> None:
+        """Drop all requests and all that is cached, whatever has happened before."""
+        with no_interrupt():
+            for scheduler in self.schedulers:
+                scheduler.reset()
+        self._serving = False

@@ -4,13 +4,12 @@ A request is a list of tokens and one counter, and a batch is a list of chunks. 
 chunk that covers the prompt. A decode is a chunk of length 1. Completion and Event are what an
 engine returns: they can wait. Read next: scheduler.py."""
 
+import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
-
-from errors import check_whole
 
 
 @dataclass(frozen=True)
@@ -100,13 +99,13 @@ class Chunk(NamedTuple):
 class Batch(list[Chunk]):
     """The chunks of one iteration, at most one for each request.
 
-    `budget` is the whole number of tokens that it may hold, None for any. `left` is the unused part
-    of the budget, below 0 if there are more decodes than the budget allows."""
+    `budget` is the number of tokens that it may hold, without one any. `left` is the unused part of
+    it, below 0 if there are more decodes than it allows. Raises TypeError for `chunk / 2`."""
 
-    def __init__(self, budget: int | None = None) -> None:
+    def __init__(self, budget: int = sys.maxsize) -> None:
         super().__init__()
-        self.budget = None if budget is None else check_whole("token_budget", budget, minimum=0)
-        self.left = sys.maxsize if self.budget is None else self.budget
+        self.budget = operator.index(budget)
+        self.left = self.budget
         self.preempted: list[int] = []  # ids of the requests that lost their pages for it
 
     def add(self, request: Request, limit: int = sys.maxsize) -> int:

@@ -19,8 +19,9 @@ from attention.pages import gather
 from attention.plan import staircase
 from attention.sdpa import SDPA
 from engine import Engine
+from examples import nano
 from kv_cache import slot_mapping
-from model import GPT, FlatBatch
+from model import GPT, FlatBatch, GPTConfig
 from policies import POLICIES
 from pretrained.rope import rope_table
 from runtime.lone_chunk import lone_chunk
@@ -229,6 +230,68 @@ def test_greedy_tokens_are_the_same_under_every_policy_and_alone(
     prompts, params, expected = requests
     completions = engine.generate(prompts, params, progress=False)
     assert [c.tokens for c in completions] == expected
+
+
+@pytest.mark.parametrize("schedule", [nano.request_level, nano.orca, nano.vllm, nano.sarathi_serve])
+def test_batches_and_tokens_are_those_of_nano(schedule):
+    """examples/nano.py shares no line with the engine: it has a model and policies of its own."""
+    torch.manual_seed(0)
+    llama = nano.LLaMA().double()
+    for weight in llama.parameters():
+        weight.data *= 2  # so that outputs vary
+    sizes = dict(vocab_size=27, n_layer=2, n_head=4, n_embd=32, n_inner=128, max_positions=512)
+    config = GPTConfig("llama", **sizes, norm_eps=torch.finfo(torch.float64).eps)
+    model = GPT(config, dtype=torch.float64, seed=None)
+    model.load_state_dict(llama.state_dict())
+    for seed in range(5):
+        rng = random.Random(seed)
+        max_batch = rng.randint(1, 4)
+        chunk = rng.randint(1, 16)
+        requests = []
+        now = 0
+        for request_id in range(6):
+            now += rng.choice([0, 0, 1, 3, 30])
+            prompt = [rng.randrange(27) for _ in range(rng.choice([1, 5, 20, 60]))]
+            requests.append(nano.Request(request_id, now, rng.randint(1, 12), prompt))
+        engine = Engine(
+            model,
+            policy=schedule.__name__.replace("_", "-"),
+            chunk=chunk,
+            max_batch=max_batch,
+            max_len=512,
+            page_size=16,
+            pages=64 * max_batch,  # memory for all, and for the watermark
+        )
+        batches, outputs = served(engine, requests)
+        log = []
+
+        def logged(server, log=log):
+            batch = schedule(server)
+            log.append([(request.id, start, length) for request, start, length in batch])
+            return batch
+
+        nano.serve(llama, nano.Server([*requests], max_batch, chunk), logged)
+        assert batches == log
+        assert outputs == [request.tokens[-request.max_new_tokens :] for request in requests]
+
+
+def served(engine, requests):
+    """The batches of an engine, [(request id, start, length), ...] each, and the outputs, if the
+    requests arrive when they do on the clock of nano.py: a tick for 8 tokens."""
+    batches = []
+    outputs = [[] for _ in requests]
+    coming = list(requests)
+    now = 0
+    while coming or engine.has_work:
+        while coming and coming[0].arrival <= now:
+            request = coming.pop(0)
+            engine.add_request(request.tokens, SamplingParams(request.max_new_tokens))
+        batch = engine.scheduler.next_batch()
+        batches.append([(chunk.request.id, chunk.start, chunk.length) for chunk in batch])
+        now += max(1, -(-sum(chunk.length for chunk in batch) // 8))
+        for event in engine.step():
+            outputs[event.request_id].append(event.token)
+    return batches, outputs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -104,7 +104,6 @@ class ModelOptions:
         type=whole(minimum=1, maximum=MAX_PROCESSES),
         default=1,
     )
-    copies: int = 1  # instances of the whole model, each of tp * pp processes
     layers: int | None = None  # compute so many, with random weights; None: all
 
     def __post_init__(self) -> None:
@@ -219,14 +218,11 @@ def resolve_model(
 
 def _check_processes(options: ModelOptions) -> None:
     """Raise ValueError if torchrun has not started as many processes as --tp and --pp need."""
-    needed = options.tp * options.pp * options.copies
+    needed = options.tp * options.pp
     started = find_place().world_size
     if started != needed:
-        name = f"--tp {options.tp} --pp {options.pp}"
-        if options.copies > 1:
-            name = f"{options.copies} instances of {name}"
         raise ValueError(
-            f"{name}: needs {needed} processes, not {started}: "
+            f"--tp {options.tp} --pp {options.pp}: needs {needed} processes, not {started}: "
             f"torchrun --nproc-per-node {needed} {shlex.join(sys.argv)}"
         )
     if needed > 1 and options.compile:
@@ -243,19 +239,18 @@ def load_model(options: ModelOptions, positions: int, *, positions_from: str) ->
     options = resolve_model(options)
     length = f"{positions_from} {positions}"
     device = find_device(options.device)
-    if options.tp * options.pp * options.copies == 1:
+    if options.tp * options.pp == 1:
         return _load_here(options, positions, length, device, None)
     from parallel.ranks import Ranks
     from parallel.shard import Shard
     from parallel.stages import Stage
-    from parallel.transfer import Instance
 
-    ranks = Ranks(options.tp, options.pp, device.type, options.copies)
+    ranks = Ranks(options.tp, options.pp, device.type)
 
     def load_stage() -> Stage:
         shard = _load_here(options, positions, length, ranks.device, ranks)
         assert isinstance(shard, Shard)
-        return Instance(shard) if options.copies > 1 else Stage(shard)
+        return Stage(shard)
 
     model = ranks.start(load_stage).model
     if ranks.device.type == "cuda":

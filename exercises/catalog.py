@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from bookkeeping import Bookkeeping
 from exercises import mending, page_rules, questions, rules
 from exercises.given import (
     TBT_SLO_S,
@@ -24,7 +25,7 @@ from exercises.targets import misses_the_slo, misses_the_slo_elsewhere, misses_t
 from kv_cache import Pages
 from policies.priority import Priority
 from policies.remedies import EqualProgress, ShortestUncached, ThresholdUnderContention
-from scheduler import VLLM, Batch, Orca, RequestLevel, Sarathi, SarathiServe, Scheduler
+from scheduler import VLLM, Batch, Orca, RequestLevel, Sarathi, SarathiServe
 
 FOLDER = Path(__file__).parent
 
@@ -52,7 +53,7 @@ class Exercise:
     @property
     def references(self) -> tuple[tuple[type, str], ...]:
         """What answers it in this repository: (class, method), of the subclasses, too."""
-        return self.hidden or ((Scheduler, self.method),)
+        return self.hidden or ((Bookkeeping, self.method),)
 
     @cached_property
     def file(self) -> Path:
@@ -90,7 +91,7 @@ MEMORY = (
     page_rules.too_many_pages,
 )
 
-SHARING = ((Scheduler, "plan_admission"), (Pages, "find"))
+SHARING = ((Bookkeeping, "plan_admission"), (Pages, "find"))
 LETTING_SHORT_ONES_PASS = (EqualProgress, Priority, ShortestUncached, ThresholdUnderContention)
 
 EXERCISES = (
@@ -272,10 +273,10 @@ EXERCISES = (
             "empty. Collect the decoding requests before, since self.running changes, and return "
             "only those that still have pages.",
         ),
-        hidden=((Scheduler, "grow_decodes"), (Scheduler, "grow")),
+        hidden=((Bookkeeping, "grow_decodes"), (Bookkeeping, "grow")),
         question=questions.TWO_GROW,
         beside="orca",
-        read_next="scheduler.py: Scheduler.grow_decodes and Scheduler.grow",
+        read_next="scheduler.py: Scheduler.grow_decodes; bookkeeping.py: grow",
     ),
     Exercise(
         number=8,
@@ -415,7 +416,7 @@ EXERCISES = (
             "the fewest outputs: their number, negative.",
         ),
         beside="sarathi-serve",
-        read_next="scheduler.py: Scheduler.rank; policies/today.py: SGLang.rank",
+        read_next="bookkeeping.py: rank; policies/today.py: SGLang.rank",
     ),
     mend(
         mending.LONG_PROMPT_EATS,

@@ -148,7 +148,7 @@ class Recorder(Observer):
         """Note what was decided with a batch."""
         if not batch:
             return
-        micro_batch = scheduler.journal.schedulers.index(scheduler)
+        micro_batch = scheduler.peers.index(scheduler)
         # if a step failed, the same batch comes again: its pages have been noted already
         earlier = self._decisions.get(micro_batch)
         self._decisions[micro_batch] = {

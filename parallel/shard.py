@@ -110,8 +110,7 @@ class Shard(GPT):
         """The slices of the whole model that the parameter `name` holds."""
         ranks = self.ranks
         shape = self.get_parameter(name).shape
-        rank = ranks.stage * ranks.tp + ranks.part  # within its copy
-        return slices_of(self.whole_config, ranks.tp, ranks.pp, rank, name, shape)
+        return slices_of(self.whole_config, ranks.tp, ranks.pp, ranks.rank, name, shape)
 
     def sum_up(self, x: Tensor) -> Tensor:
         """The sum over all ranks of this stage, in place."""

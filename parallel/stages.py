@@ -7,7 +7,7 @@ rank 0, with the times of all stages. Read first: policies/micro_batches.py, ran
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 from weakref import WeakSet
@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import EngineConfig
-from engine import Computed, Engine
+from engine import Engine, no_interrupt
 from model import FlatBatch
 from parallel.ranks import Ranks
 from parallel.shard import Shard
 from policies.micro_batches import MicroBatches, StageTime
 from policies.observers import Iteration
+from pretrained.tokenizers import Tokenizer
 from request import Batch, Chunk, Event
 from runtime.lone_chunk import lone_chunk
 from runtime.memory import MAX_BATCH
@@ -190,7 +191,7 @@ class ParallelRunner(Runner):
 
     def collect(self, command: int) -> list[StageResult]:
         """The results of all stages for a command."""
-        return self.ranks.results(command, self.ranks.pp * self.ranks.copies)
+        return self.ranks.results(command, range(0, self.ranks.size, self.ranks.tp))
 
     def greedy(self, chunks: Sequence[Chunk]) -> list[int]:
         """As Runner.greedy, through all stages."""
@@ -204,42 +205,48 @@ class Flight:
     """A batch that ranks compute."""
 
     command: int
-    restarts: int  # of the journal: a batch of before is of no use
     batch: Batch
     iteration: Iteration  # but for its end
     full_since: float  # see MicroBatches
 
 
-class RanksEngine(Engine):
-    """An engine that gives batches to ranks and handles one result in a step.
+class ParallelEngine(Engine):
+    """An engine whose model is divided among all ranks.
 
     Each micro-batch has a scheduler, and at most one batch in flight; `self.scheduler` is the first
-    one. With `record`, `micro_batches` learns what the stages do."""
+    one. `max_batch` is of each. They share the pages, as many as the smallest rank has room for.
+    With `record`, `micro_batches` learns what the stages do."""
 
     runner: ParallelRunner
     record = False
 
-    def fit(self, model: Any, config: EngineConfig) -> EngineConfig:
-        """The config, with as many pages as the smallest rank has room for."""
-        ranks = model.ranks
-        self.ranks: Ranks = ranks
+    def __init__(
+        self,
+        model: Any,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        **fields: Any,
+    ) -> None:
+        config = config or EngineConfig(**fields)
+        ranks: Ranks = model.ranks
+        self.ranks = ranks
         self.flights: dict[int, Flight] = {}  # by micro-batch, the one that was sent first is first
         self.order = list(range(ranks.pp))  # of micro-batches: who landed first begins first
         of_all = replace(config, max_batch=config.max_batch and config.max_batch * ranks.pp)
         ranks.command("free_caches_except", [runner.key for runner in ranks.work.alive])
-        pages = min(ranks.call("available_pages", of_all))
+        pages = min(ranks.call("available_pages", of_all))  # as many as the smallest rank has
         max_batch = config.max_batch or min(pages // ranks.pp, MAX_BATCH)
-        return super().fit(model, replace(config, pages=pages, max_batch=max_batch))
+        config = replace(config, pages=pages, max_batch=max_batch)
+        super().__init__(model, config, tokenizer=tokenizer, clock=clock)
 
     def make_scheduler(self) -> Scheduler:
-        """The first of all micro-batches' schedulers."""
-        self.micro_batches = MicroBatches(self.make_schedulers(), self.ranks.pp)
-        return self.micro_batches.schedulers[0]
-
-    def make_schedulers(self) -> Sequence[Scheduler]:
-        """That of each micro-batch. All of them take from one queue."""
+        """The first of all micro-batches' schedulers. All of them take from one queue."""
         pp = self.ranks.pp
-        return [self.config.scheduler(self.clock, pp) for _ in range(pp * self.ranks.copies)]
+        schedulers = [self.config.scheduler(self.clock, pp) for _ in range(pp)]
+        self.micro_batches = MicroBatches(schedulers, pp)
+        return schedulers[0]
 
     def make_runner(self, model: Any, config: EngineConfig) -> Runner:
         """The runners of all ranks."""
@@ -247,113 +254,70 @@ class RanksEngine(Engine):
 
     @property
     def in_flight(self) -> bool:
-        """Whether any rank works for this engine."""
+        """Whether any batch is in flight."""
         return bool(self.flights)
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended, or any rank works for this engine."""
-        return bool(self.scheduler.requests or self.in_flight)
-
-    def running_in(self, request_id: int) -> Scheduler:
-        """The scheduler of the micro-batch in which a request runs; any, if it waits."""
-        return self.micro_batches.running_in(request_id)
+        """Whether any request has not ended, or any batch is in flight."""
+        return bool(self.scheduler.requests or self.flights)
 
     def step(self) -> list[Event]:
-        """Let ranks have work, or wait for a result: an Event for each new token.
+        """Send the next batch on its way, or else wait for the one that was sent first.
 
-        May end all processes, as Ranks.command does."""
+        Returns an Event for each new token."""
         self.last_iteration = None
-        if self._computed is None:  # if not, an interrupt came while it was recorded
-            number = self.wait_for_batch()
-            self._computed = None if number is None else self._result(number)
-            if self._computed is None:
+        for number in self.order:
+            if number not in self.flights and self._begin_batch(number):
                 return []
-        number = self._computed.iteration.micro_batch
-        events = self._advance(self._computed)
-        self.ranks.replies.pop(self.flights[number].command, None)
-        # in one statement and the last: an interrupt before it keeps the events for the next step
-        self.flights, self._computed = self._other_flights(number), None
-        return events
-
-    def wait_for_batch(self) -> int | None:
-        """Let ranks have work. Returns a micro-batch whose batch is computed, if there is one."""
-        raise NotImplementedError
-
-    def send(self, number: int, batch: Batch) -> int:
-        """Let ranks compute a batch of a micro-batch. Returns the number of the command."""
-        raise NotImplementedError
+        if not self.flights:
+            return []
+        number, flight = next(iter(self.flights.items()))
+        self.ranks.wait_for_replies(flight.command, self.ranks.pp)
+        with no_interrupt():
+            return self._land(number, flight)
 
     def _begin_batch(self, number: int) -> bool:
-        """Let the next batch of a micro-batch begin, if it has any."""
+        """Let the next batch of a micro-batch begin, if it has any. The cache has the pages of one
+        micro-batch after the other."""
         start = self.clock()
-        batch = self.micro_batches.next_batch(number, start)
-        if not batch:
-            return False
-        scheduler = self.schedulers[number]
-        iteration = Iteration.of(scheduler, batch, start, end=start, launch=self.clock())
-        flight = Flight(
-            command=self.send(number, batch),
-            restarts=self.scheduler.journal.restarts,
-            batch=batch,
-            iteration=iteration,
-            full_since=self.micro_batches.full_since(number),
-        )
-        self.flights = {**self.flights, number: flight}
+        with no_interrupt():
+            batch = self.micro_batches.next_batch(number, start)
+            if not batch:
+                return False
+            scheduler = self.schedulers[number]
+            iteration = Iteration.of(scheduler, batch, start, end=start, launch=self.clock())
+            first_page = number * scheduler.pages.total
+            self.flights[number] = Flight(
+                command=self.runner.send([SentChunk.of(chunk, first_page) for chunk in batch]),
+                batch=batch,
+                iteration=iteration,
+                full_since=self.micro_batches.full_since(number),
+            )
         return True
 
-    def _result(self, number: int) -> Computed | None:
-        """What came of the batch of a micro-batch; None if its requests have begun anew. What its
-        model raised is raised."""
-        flight = self.flights[number]
-        replies = self.ranks.replies[flight.command]
-        results = [replies[rank] for rank in sorted(replies)]
-        is_of_use = flight.restarts == self.scheduler.journal.restarts
-        if is_of_use and not isinstance(results[0], Exception):
-            return self._computed_of(flight, results)
-        self.flights = self._other_flights(number)
-        self.ranks.replies.pop(flight.command)
-        if is_of_use:
-            raise results[0]
-        return None
-
-    def _other_flights(self, number: int) -> dict[int, Flight]:
-        """The flights of all micro-batches but one."""
-        return {other: flight for other, flight in self.flights.items() if other != number}
-
-    def _computed_of(self, flight: Flight, results: Sequence[StageResult]) -> Computed:
-        """What came of a batch, from the results of all its stages."""
-        number = flight.iteration.micro_batch
+    def _land(self, number: int, flight: Flight) -> list[Event]:
+        """Move the requests of a batch on that all stages have computed."""
+        results = self.runner.collect(flight.command)
+        del self.flights[number]
+        self.order.remove(number)
+        self.order.append(number)
+        scheduler = self.schedulers[number]
+        if flight.batch is not scheduler.batch:
+            return []  # all was reset since it was sent
         now = self.clock()
-        shift = now - time.perf_counter()  # from Ranks.clock to this one; read at once
-        tokens = tokens_of(flight.batch, results[-1].sampled)
         if self.record:
+            shift = now - time.perf_counter()  # from Ranks.clock to this one; read at once
             times = [StageTime(r.start + shift, r.end + shift, r.waited) for r in results]
             chunks = flight.iteration.chunks
             self.micro_batches.book(number, times, flight.full_since, flight.batch, chunks)
-        self.schedulers[number].observe(flight.batch, now - flight.iteration.start)
-        return Computed(flight.batch, tokens, flight.iteration._replace(end=now))
+        self.last_iteration = flight.iteration._replace(end=now)
+        scheduler.observe(flight.batch, now - flight.iteration.start)
+        tokens = tokens_of(flight.batch, results[-1].sampled)
+        return self.advance(scheduler, flight.batch, tokens, now)
 
-
-class ParallelEngine(RanksEngine):
-    """An engine whose model is divided among all ranks.
-
-    `max_batch` is of each micro-batch. They share the pages, as many as the smallest rank has room
-    for."""
-
-    def wait_for_batch(self) -> int | None:
-        """Send the next batch on its way, or else wait for the one that was sent first."""
-        for number in self.order:
-            if number not in self.flights and self._begin_batch(number):
-                return None
-        if not self.flights:
-            return None
-        number, flight = next(iter(self.flights.items()))
-        self.ranks.wait_for_replies(flight.command, self.ranks.pp)
-        self.order = [*(other for other in self.order if other != number), number]
-        return number
-
-    def send(self, number: int, batch: Batch) -> int:
-        """Send a batch to all ranks. The cache has the pages of one micro-batch after the other."""
-        first_page = number * self.schedulers[number].pages.total
-        return self.runner.send([SentChunk.of(chunk, first_page) for chunk in batch])
+    def reset(self) -> None:
+        """As of Engine. Waits for the ranks, which compute what is of no use any more."""
+        super().reset()
+        while self.flights:
+            self.step()

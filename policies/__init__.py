@@ -74,6 +74,6 @@ def make_scheduler(policy: str, pages: Pages, **options: Any) -> Scheduler:
         return cls(pages, **options)
     with guarded():
         scheduler = guard(cls)(pages, **options)
-        if "journal" not in vars(scheduler):
+        if "observers" not in vars(scheduler):
             raise PolicyError(f"{cls.__name__}.__init__() must call super().__init__()")
         return scheduler

@@ -43,15 +43,15 @@ class StageTime(NamedTuple):
 class MicroBatches:
     """The micro-batches of one pipeline of `pp` stages, or of several, its replicas.
 
-    Each has one of the `schedulers`, which share a journal from here on. Times are in seconds."""
+    Each has one of the `schedulers`, which share a queue from here on. Times are in seconds."""
 
     def __init__(self, schedulers: Sequence[Scheduler], pp: int) -> None:
         self.pp = pp
         self.replicas = len(schedulers) // pp
         self.schedulers = schedulers
         self.reset()
-        self.journal = schedulers[0].journal
-        self.journal.join(*schedulers)
+        for scheduler in schedulers:
+            scheduler.share_queue(schedulers)
 
     def reset(self) -> None:
         """Let time begin at 0."""
@@ -66,18 +66,17 @@ class MicroBatches:
     @property
     def requests(self) -> dict[int, Request]:
         """By id, all that have not ended."""
-        return self.journal.requests
+        return self.schedulers[0].requests
 
     @property
     def queue(self) -> deque[Request]:
         """The requests that wait for any of the micro-batches."""
-        return self.journal.waiting
+        return self.schedulers[0].waiting
 
     def next_batch(self, number: int, now: float) -> Batch | None:
         """The next Batch of a micro-batch; None if it has no requests. Raises RuntimeError if the
         policy has lost some, and nothing else is left to do."""
         scheduler = self.schedulers[number]
-        self.journal.mend()
         if not (self.queue or scheduler.running):
             self.since[number] = math.inf
             if self.requests and not any([other.running for other in self.schedulers]):
@@ -93,13 +92,6 @@ class MicroBatches:
         The idle time of a stage that has had no batch since then is no bubble."""
         first = number // self.pp * self.pp
         return max(self.since[first : first + self.pp])
-
-    def running_in(self, request_id: int) -> Scheduler:
-        """The scheduler under which a request runs; any, if it waits."""
-        for scheduler in self.schedulers:
-            if any(request.id == request_id for request in scheduler.running):
-                return scheduler
-        return self.schedulers[0]
 
     def book(
         self,

@@ -2,6 +2,7 @@
 
 Read first: scheduler.py. Read next: referee.py, which looks on and complains."""
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
@@ -58,7 +59,7 @@ class Iteration(NamedTuple):
         launch: float | None = None,
     ) -> Self:
         """The record of a batch of this scheduler whose requests have not moved on."""
-        schedulers: Sequence[Scheduler] = scheduler.journal.schedulers
+        schedulers = scheduler.peers
         return cls(
             start=start,
             end=end,
@@ -67,7 +68,7 @@ class Iteration(NamedTuple):
             waiting=len(scheduler.waiting),
             running=sum(len(each.running) for each in schedulers),
             free_pages=sum(each.pages.num_free for each in schedulers),
-            budget=batch.budget,
+            budget=batch.budget if batch.budget < sys.maxsize else None,
             preempted=batch.preempted,
             micro_batch=schedulers.index(scheduler),
         )

@@ -26,8 +26,9 @@ decide so, and this module follows them where they agree:
   stall all others there, which is what two pools are to prevent.
 
 One request has pages of both instances while it is sent. An abort frees them when the transfer has
-ended, not before: a link still reads the ones and writes the others. Plain Python, for simulated
-and real instances. Read first: scheduler.py. Read next: lab/simulator/pools.py."""
+ended, not before: a link still reads the ones and writes the others.
+
+Read first: scheduler.py. Read next: lab/simulator/pools.py."""
 
 from __future__ import annotations
 
@@ -37,7 +38,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from errors import check_whole, shorten
 from kv_cache import Pages
 from scheduler import Batch, Request, Scheduler
 
@@ -49,17 +49,13 @@ class Pools:
     prefill: int
     decode: int
 
-    def __post_init__(self) -> None:
-        check_whole("prefill", self.prefill, minimum=1)
-        check_whole("decode", self.decode, minimum=1)
-
     @classmethod
     def parse(cls, text: str) -> Pools:
         """The Pools of a text such as "2:2", prefill first. Raises ValueError for another."""
         pair = re.fullmatch(r"0*([1-9]\d{0,3}):0*([1-9]\d{0,3})", text)
         if not pair:
             raise ValueError(
-                f"pools={shorten(text)}: must be PREFILL:DECODE, two whole numbers, as in 2:2"
+                f"pools={text!r}: must be PREFILL:DECODE, two whole numbers, as in 2:2"
             )
         return cls(int(pair[1]), int(pair[2]))
 
@@ -116,22 +112,16 @@ class Instance(Scheduler):
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request. If it is being sent, its pages are freed when the transfer has ended."""
-        with self.journal:
-            transfer = self.transfers.get(request)
-            if transfer is not None and transfer.target is not None:
-                transfer.abandoned_pages = transfer.abandoned_pages or request.pages
+        transfer = self.transfers.get(request)
+        if transfer is not None and transfer.target is not None:
+            transfer.abandoned_pages = request.pages
+            request.pages = []
+        elif transfer is not None:
+            del self.transfers[request]
+            if request not in transfer.source.running:
+                transfer.source.pages.free(request.pages)
                 request.pages = []
-            elif transfer is not None:
-                del self.transfers[request]
-                if request not in transfer.source.running:
-                    transfer.source.pages.free(request.pages)
-                    request.pages = []
         super().finish(request, reason)
-
-    def forget(self, preempted: list[int]) -> None:
-        """As of Scheduler: all requests are prefilled again, and those that are sent, too."""
-        self.transfers.clear()
-        super().forget(preempted)
 
     def check_progress(self) -> None:
         """An empty batch is no mistake: there may be no memory until a transfer has ended."""
@@ -173,10 +163,9 @@ class PrefillInstance(Instance):
         for request, _ in new_tokens:
             if request not in self.running:
                 continue
-            with self.journal:
-                transfer = Transfer(request, source=self, tokens=request.num_computed)
-                self.transfers.setdefault(request, transfer)
-                self.running.remove(request)
+            transfer = Transfer(request, source=self, tokens=request.num_computed)
+            self.transfers.setdefault(request, transfer)
+            self.running.remove(request)
         return new_tokens
 
 
@@ -247,23 +236,21 @@ class TwoPools:
         self.decodes = [DecodeInstance(pages, **options) for pages in decode_pages]
         self.schedulers: list[Instance] = [*self.prefills, *self.decodes]
         self.transfers: dict[Request, Transfer] = {}
-        self.journal = self.schedulers[0].journal
-        self.journal.join(*self.schedulers)
         for scheduler in self.schedulers:
+            scheduler.share_queue(self.schedulers)
             scheduler.transfers = self.transfers
 
     def start_transfers(self) -> list[Transfer]:
         """Reserve memory for the first in line, as long as there is some: these are to be sent.
 
-        A real or simulated link sends them, not before their prefill has written them."""
+        The link sends them, not before their prefill has written them."""
         started: list[Transfer] = []
-        with self.journal:
-            for transfer in self.transfers.values():
-                if transfer.target is not None:
-                    continue
-                if not self._reserve(transfer):
-                    break
-                started.append(transfer)
+        for transfer in self.transfers.values():
+            if transfer.target is not None:
+                continue
+            if not self._reserve(transfer):
+                break
+            started.append(transfer)
         return started
 
     def _reserve(self, transfer: Transfer) -> bool:
@@ -279,22 +266,19 @@ class TwoPools:
     def end_transfer(self, transfer: Transfer) -> bool:
         """Let a request decode whose keys and values are in its target pages.
 
-        Returns False if it has ended meanwhile, or began anew: then its pages are free."""
-        with self.journal:
-            request = transfer.request
-            if self.transfers.get(request) is not transfer:
-                return False  # an interrupt came, and all has begun anew
-            source = transfer.source
-            target = transfer.target
-            assert target is not None  # it was started
-            del self.transfers[request]
-            if request.finish_reason is not None:
-                source.pages.free(transfer.abandoned_pages)
-                target.pages.free(transfer.target_pages)
-            else:
-                source.pages.free(request.pages)
-                request.pages = transfer.target_pages
-                target.running.append(request)
+        Returns False if it has ended meanwhile: then its pages are free."""
+        request = transfer.request
+        source = transfer.source
+        target = transfer.target
+        assert target is not None  # it was started
+        del self.transfers[request]
+        if request.finish_reason is not None:
+            source.pages.free(transfer.abandoned_pages)
+            target.pages.free(transfer.target_pages)
+        else:
+            source.pages.free(request.pages)
+            request.pages = transfer.target_pages
+            target.running.append(request)
         return request.finish_reason is None
 
 

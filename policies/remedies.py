@@ -326,9 +326,7 @@ class VTC(SarathiServe):
     def advance(
         self, batch: Batch, tokens: Sequence[int | None], now: float
     ) -> list[tuple[Request, int]]:
-        lengths = [len(chunk.request.tokens) for chunk in batch]
         moved = super().advance(batch, tokens, now)
-        for chunk, length in zip(batch, lengths, strict=True):  # the second time nothing is new
-            new_tokens = len(chunk.request.tokens) - length
-            self.served[chunk.request.service.user] += self.OUTPUT_PRICE * new_tokens
+        for request, _ in moved:
+            self.served[request.service.user] += self.OUTPUT_PRICE
         return moved

@@ -1,1 +1,1 @@
-"""What the core stands on: files, memory, the journal, and what makes an engine fast."""
+"""What the core stands on: files, memory, and what makes an engine fast."""

@@ -3,11 +3,10 @@
 Plain Python: every program reads it before it imports anything slow."""
 
 import os
-import socket
 from contextlib import suppress
 from typing import NamedTuple
 
-from errors import INT64_MAX, check_whole, shorten
+from errors import INT64_MAX, check_whole
 
 
 class Place(NamedTuple):
@@ -33,25 +32,7 @@ def find_place() -> Place:
     return Place(rank, world_size, local_rank, local_world_size)
 
 
-def find_meeting() -> tuple[str, int]:
-    """The host and the port where all processes meet: MASTER_ADDR and MASTER_PORT.
-
-    Raises ValueError if one is not set, the host has no address, or the port is no number."""
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise ValueError(f"{name} is not set: torchrun sets it")
-    host = os.environ["MASTER_ADDR"]
-    port = _whole("MASTER_PORT", default=0, minimum=1, maximum=2**16 - 1)
-    try:
-        socket.getaddrinfo(host or ".", port)  # "" would be this machine
-    except (OSError, UnicodeError) as error:
-        raise ValueError(
-            f"MASTER_ADDR={shorten(host)}: must be the name or address of a machine: {error}"
-        ) from None
-    return host, port
-
-
-def _whole(name: str, default: int, minimum: int, maximum: int = INT64_MAX) -> int:
+def _whole(name: str, default: int, minimum: int) -> int:
     """The whole number in an environment variable, or the default if it is not set."""
     text = os.environ.get(name)
     if text is None:
@@ -59,7 +40,7 @@ def _whole(name: str, default: int, minimum: int, maximum: int = INT64_MAX) -> i
     value: object = text
     with suppress(ValueError):  # then the error shows the text
         value = int(text)
-    return check_whole(name, value, minimum, maximum)
+    return check_whole(name, value, minimum, INT64_MAX)
 
 
 def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:

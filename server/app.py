@@ -23,7 +23,7 @@ from page.html import page
 from pretrained.chat import Chat
 from pretrained.tokenizers import Tokenizer
 from sampling import SamplingParams
-from server.checks import check_host, check_key, read_body
+from server.checks import Gate, read_body
 from server.engine_thread import Choice, EngineThread
 from server.protocol import ApiError, ChatRequest, CompletionRequest, RequestBody
 from server.responses import SERVER_ENDS, CompletionResponse
@@ -48,10 +48,10 @@ async def error_response(request: HttpRequest, error: Exception) -> Response:
 class Api:
     """The HTTP interface to an EngineThread, whose engine has no tokenizer of its own.
 
-    `chat` makes a prompt of messages, see load_chat. Clients of /v1 must send `key`, if there is
-    one. A body has at most `max_body` bytes. `hosts` are names that clients may call this server
-    by, see checks.check_host. `sampling` has the defaults of temperature, top_p and top_k. Web
-    pages from `cors`, their origins, may call it."""
+    `chat` makes a prompt of messages, see load_chat. Clients must send `key`, if there is one, see
+    checks.Gate. A body has at most `max_body` bytes. `hosts` are names that clients may call this
+    server by, see checks.check_host. `sampling` has the defaults of temperature, top_p and top_k.
+    Web pages from `cors`, their origins, may call it."""
 
     thread: EngineThread
     tokenizer: Tokenizer
@@ -78,6 +78,7 @@ class Api:
         cors = Middleware(
             CORSMiddleware, allow_origins=self.cors, allow_methods=["*"], allow_headers=["*"]
         )
+        gate = Middleware(Gate, key=self.key, hosts=self.hosts)
         post = ["POST"]
         return Starlette(
             routes=[
@@ -90,15 +91,14 @@ class Api:
                 Route("/records/{place}", self.records),
                 Route("/", self.page),
             ],
-            middleware=[cors] if self.cors else [],
+            middleware=[cors, gate] if self.cors else [gate],
             exception_handlers=dict.fromkeys(
                 (HTTPException, ClientDisconnect, Exception), error_response
             ),
         )
 
     async def page(self, request: HttpRequest) -> Response:
-        """GET /: the live schedule page. A gap is red above `slo_s`."""
-        self.check_client(request, needs_key=False)
+        """GET /: the live schedule page, without records. A gap is red above `slo_s`."""
         config = self.engine.config
         sizes = f"{config.max_batch} requests of {config.max_len} tokens"
         description = f"{config.policy}, chunk {config.chunk}, {sizes}"
@@ -109,7 +109,6 @@ class Api:
 
     async def records(self, request: HttpRequest) -> Response:
         """GET /records/N: the records from number N on, and the ends of the last texts, as JSON."""
-        self.check_client(request, needs_key=False)
         digits: str = request.path_params["place"]
         if not re.fullmatch(f"[0-9]{{1,{MAX_DIGITS}}}", digits):
             raise ApiError(404, f"/records/N: N must have 1 to {MAX_DIGITS} digits")
@@ -130,27 +129,16 @@ class Api:
 
     async def models(self, request: HttpRequest) -> Response:
         """GET /v1/models."""
-        self.check_client(request)
         return JSONResponse({"object": "list", "data": [self.model_object()]})
 
     async def model(self, request: HttpRequest) -> Response:
         """GET /v1/models/NAME."""
-        self.check_client(request)
         self.check_name(request.path_params["name"])
         return JSONResponse(self.model_object())
 
     def model_object(self) -> dict[str, object]:
         """The model as OpenAI describes one."""
         return {"id": self.name, "object": "model", "created": 0, "owned_by": "nanosarathi"}
-
-    def check_client(self, request: HttpRequest, needs_key: bool = True) -> None:
-        """Raise ApiError unless the client may call this address, which may be open to all.
-
-        Without a key it must call this server by one of its names."""
-        if not self.key:
-            check_host(request, self.hosts)
-        elif needs_key:
-            check_key(request, self.key)
 
     def check_name(self, name: str) -> None:
         """Raise ApiError if this is no name of the model."""
@@ -167,7 +155,6 @@ class Api:
 
     async def _create(self, kind: type[RequestBody], request: HttpRequest) -> Response:
         arrival = self.engine.clock()
-        self.check_client(request)
         body = kind.read(await read_body(request, self.max_body))
         if body.model is not None:
             self.check_name(body.model)

@@ -7,12 +7,44 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.protocol import ApiError
 
 BODY_S = 60.0  # a body must arrive within this time
+OPEN = {"/", "/health", "/metrics"}  # addresses that show no text, no prompt and no token
+
+
+@dataclass
+class Gate:
+    """Middleware: all addresses but those in OPEN are for clients that may ask.
+
+    They must send the `key`. If there is none, they must call this server by one of its names."""
+
+    app: ASGIApp
+    key: str | None
+    hosts: Collection[str]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        app = self.app
+        if scope["type"] == "http" and scope["path"] not in OPEN:
+            try:
+                self.check_client(HttpRequest(scope))
+            except ApiError as error:
+                app = JSONResponse(error.detail, error.status_code)
+        await app(scope, receive, send)
+
+    def check_client(self, request: HttpRequest) -> None:
+        """Raise ApiError unless the client may ask."""
+        if self.key:
+            check_key(request, self.key)
+        else:
+            check_host(request, self.hosts)
 
 
 def check_key(request: HttpRequest, key: str) -> None:

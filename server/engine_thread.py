@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
 from functools import partial
 from statistics import median
 from typing import Any, ParamSpec, TypeVar
@@ -92,19 +91,15 @@ class EngineThread:
             self.metrics.observe(completion)
 
     def _abort(self, request_id: int) -> Completion | None:
-        """Engine.abort, whatever a policy does; None if the request has ended."""
-        request = self.engine.scheduler.requests.get(request_id)
-        if request is None:
+        """Engine.abort; None if the request has ended."""
+        if request_id not in self.engine.scheduler.requests:
             return None
-        try:
-            return self.engine.abort(request_id)
-        except Exception:  # of a custom policy
-            log.exception("a request could not be ended")
-            self.engine.drop([request])
-            return None
+        return self.engine.abort(request_id)
 
     def step(self) -> None:
-        """Compute a batch, and have this called again if there is more work."""
+        """Compute a batch, and have this called again if there is more work.
+
+        If that fails, all requests end: their clients are told."""
         last = self.engine.last_iteration
         messages: list[tuple[int, Event | None]] = []  # request id, and what its queue gets
         try:
@@ -115,7 +110,8 @@ class EngineThread:
                     self.metrics.observe(event.completion)
         except BaseException:  # of any kind: no client may wait for ever
             log.exception("a step of the engine failed")
-            messages = [(request.id, None) for request in self._drop_failed_batch()]
+            messages = [(request_id, None) for request_id in self.queues]
+            self.engine.reset()
         if self.engine.last_iteration and self.engine.last_iteration is not last:
             self._record(self.engine.last_iteration)
         deliveries = [(self.queues[i], event) for i, event in messages if i in self.queues]
@@ -124,18 +120,6 @@ class EngineThread:
         self.stepping = self.engine.has_work
         if self.stepping:
             self.executor.submit(self.step)
-
-    def _drop_failed_batch(self) -> list[Request]:
-        """End the requests of the batch that failed, or all if there was none, and return them.
-
-        Some may have ended in it already, but their events never came."""
-        scheduler = self.engine.scheduler
-        failed: list[Request] = []
-        with suppress(Exception):  # a custom policy may have put anything into the batch
-            failed = [chunk.request for chunk in self.engine.batch_under_way]
-        failed = failed or list(scheduler.requests.values())  # or they might fail for ever
-        self.engine.drop(failed)
-        return failed
 
     def _keep_token(self, event: Event) -> None:
         self.outputs.setdefault(event.request_id, []).append(event.token)
@@ -168,7 +152,7 @@ def idle_decode_seconds(engine: Engine) -> float | None:
     A single slow one does not move it. None if a request has no room for two output tokens."""
     num_tokens = min(IDLE_DECODES + 1, engine.scheduler.max_len - 1)
     (completion,) = engine.generate([[0]], SamplingParams(num_tokens), progress=False)
-    engine.drop([])  # nothing of it is found in the cache later
+    engine.reset()  # nothing of it is found in the cache later
     return median(completion.tbt) if completion.tbt else None
 
 

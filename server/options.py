@@ -51,7 +51,7 @@ class ServerOptions(EngineOptions):
         "the name that clients call the model by", type=nonempty_text, default_text="as --model"
     )
     api_key: str | None = option(
-        "the key that clients of /v1 must send", default_text="NANOSARATHI_API_KEY, or none"
+        "the key that clients must send", default_text="NANOSARATHI_API_KEY, or none"
     )
     max_body: int = option(
         "the longest body of a request, in bytes", type=whole(minimum=1), default=1_048_576

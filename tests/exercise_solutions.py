@@ -559,7 +559,7 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
         9,
         "return len(decodes) + length",
         "return self.chunk / 3",
-        "token_budget=.*whole number",
+        "TypeError: .float. object cannot be interpreted as an integer",
     ),
     (
         9,

@@ -118,6 +118,11 @@ class Ended(NamedTuple):
     result: Any  # what rank 0 made of its job; None if nothing
     statuses: dict[int, int | str]  # rank -> its exit status, or "hangs"
     errors: str  # what all ranks wrote to stderr
+    out: str  # the path of the world's files
+
+    def error_of(self, rank):
+        """The exception that a rank has left for torchrun."""
+        return json.loads(Path(f"{self.out}.{rank}.error").read_text())["message"]["message"]
 
 
 def free_port():
@@ -134,19 +139,19 @@ class World:
     def __init__(self, job, out):
         self.out = out
         self.statuses = {}
-        size = job["tp"] * job["pp"] * job.get("copies", 1)
-        node_size = job.get("node_size", size)
+        size = job["tp"] * job["pp"]
         port = free_port()
         self.programs = {}
-        for rank in job.get("start", range(size)):
+        for rank in range(size):
             place = dict(
                 WORLD_SIZE=size,
                 RANK=rank,
-                LOCAL_RANK=rank % node_size,
-                LOCAL_WORLD_SIZE=node_size,
+                LOCAL_RANK=rank,
+                LOCAL_WORLD_SIZE=size,
                 MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=job.get("port", port),
+                MASTER_PORT=port,
                 RANK_OUT=out,
+                TORCHELASTIC_ERROR_FILE=f"{out}.{rank}.error",
             )
             environ = {name: str(value) for name, value in place.items()}
             program = "from tests import rank_program; rank_program.main()"
@@ -178,6 +183,7 @@ class World:
             result=json.loads(result.read_text()) if result.exists() else None,
             statuses=self.statuses,
             errors="".join(program.stderr.read() for program in self.programs.values()),
+            out=self.out,
         )
 
 

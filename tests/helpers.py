@@ -24,7 +24,7 @@ from scheduler import Scheduler
 # dynamic.py's, which at most lets the head of the line wait
 DECIDE = ("admit", "rank", "grow_decodes", "schedule")
 HOMES = {p: {getattr(cls, part).__module__ for part in DECIDE} for p, cls in POLICIES.items()}
-FIRST_COME = {"scheduler", "policies.ablations", "policies.dynamic"}
+FIRST_COME = {"scheduler", "bookkeeping", "policies.ablations", "policies.dynamic"}
 IN_ORDER = [policy for policy, homes in HOMES.items() if homes <= FIRST_COME]
 RESERVING = [  # max_len tokens at admission
     name for name, cls in POLICIES.items() if cls.reserved is Scheduler.reserved
@@ -329,7 +329,7 @@ def check_batch(scheduler, batch):
     assert len(set(requests)) == len(batch)  # a request has one chunk
     assert len(running) <= scheduler.max_batch
     decodes = [request for request in running if request.is_decoding]
-    assert sum(chunk.length for chunk in batch) <= max(len(decodes), batch.budget or math.inf)
+    assert sum(chunk.length for chunk in batch) <= max(len(decodes), batch.budget)
     assert not set(running) & set(scheduler.waiting)
     assert not any(request.pages or request.num_computed for request in scheduler.waiting)
     for chunk in batch:

@@ -1,50 +1,33 @@
 """The programs that several processes run together in the tests of parallel/.
 
-A job is a dict: `program`, the name of a function here, `tp`, `pp`, and what that function takes;
-with `copies` there are so many whole models, and `kind` is a key of KINDS. Its model is one of
-rank_stages.py. Each rank finds its job in $RANK_JOB; see forked.py, which starts them."""
+A job is a dict: `program`, the name of a function here, `tp`, `pp`, and what that function takes.
+Its model is one of rank_stages.py. Each rank finds its job in $RANK_JOB; forked.py starts them."""
 
 import json
 import os
-import signal
-import subprocess
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from random import Random
 
-import pytest
 import torch
-import torch.distributed as dist
 
 import bench
-import parallel.instances
-import parallel.meeting
 import parallel.ranks
-import parallel.stages
-import parallel.transfer
-import parallel.watch
-import policies.pools
 from cli import console
 from lab.measure import timing
-from lab.measure.link import measure_link
 from lab.measure.token_budget import auto_budget
 from parallel import engine_for, runner_for
-from parallel.instances import ChunkedPoolsEngine, PoolsEngine, ReplicasEngine
-from parallel.ranks import STARTED, Ranks
+from parallel.ranks import STARTED
 from parallel.stages import SentChunk
-from parallel.transfer import Link
 from runtime.lone_chunk import lone_chunk
 from sampling import SamplingParams
 from tests.helpers import check_integrity, completions_of
-from tests.rank_stages import LONG_S, FaultyStage, model_of, out, send_signal, size
-from tests.test_interrupt import FILES, NEVER, Interrupt
+from tests.rank_stages import FaultyStage, model_of, out, size
 
-KINDS = {"pools": PoolsEngine, "pools chunks": ChunkedPoolsEngine, "replicas": ReplicasEngine}
 PI = [3, 1, 4, 1, 5, 9, 2, 6]
 PROMPTS = [[7, 8, 9], [1] * 20, [*PI, *PI, 60], [*PI, *PI, 33], PI, [4], [5, 6]]
 PARAMS = [
@@ -75,7 +58,7 @@ def engine_of(job, model=None, settings=None):
     model = model or model_of(job)
     settings = dict(settings or job["engine"])
     settings["pages"] *= job["pp"]
-    engine = KINDS[job["kind"]] if job.get("copies", 1) > 1 else engine_for(model)
+    engine = engine_for(model)
     if settings.get("chunk") != "auto":
         return engine(model, **settings)
     del settings["chunk"]
@@ -181,8 +164,7 @@ def observed(job):
 
 
 def aborts(job):
-    """Abort so many requests while batches, or keys and values, are on their way: how many were
-    aborted."""
+    """Abort so many requests while batches are on their way: how many were aborted."""
     engine = engine_of(job)
     expected = generate(engine)
     ids = add_all(engine)
@@ -202,150 +184,35 @@ def aborts(job):
 
 
 def on_their_way(engine):
-    """The ids of requests on the link, or of one of each micro-batch while all are in flight."""
-    if isinstance(engine, PoolsEngine):
-        return {sending.transfer.request.id for sending in engine.sending.values()}
+    """The ids of one request of each micro-batch while all are in flight."""
     in_flight = len(engine.flights) == len(engine.schedulers)
     running = [scheduler.running[:1] for scheduler in engine.schedulers]
     return {r.id for r in sum(running, [])} if in_flight and all(running) else set()
 
 
-# interrupts
-
-DECIDING = [parallel.stages, parallel.instances, parallel.transfer, policies.pools]
-COMMANDS = (Ranks.command.__code__, Ranks.tell.__code__, Link.send.__code__)
-
-
-class OutsideOfCommands(Interrupt):
-    """Interrupts rank 0 wherever it decides or waits, while no command is given."""
-
-    def profile(self, frame, event, arg):
-        caller = frame
-        while caller and caller.f_code not in COMMANDS:
-            caller = caller.f_back
-        if caller is None:
-            super().profile(frame, event, arg)
-
-
-def interrupted(job):
-    """Serve all requests, each time with 30 interrupts, also while rank 0 waits: how many came."""
-    FILES.add(parallel.ranks.__file__)
-    engine = engine_of(job)
-    expected = generate(engine)
-    interrupts = 0
-    for seed in job["seeds"]:
-        random = Random(seed)
-        gaps = [random.randint(1, 600) for _ in range(30)]
-        interrupts += serve_interrupted(engine, REQUESTS, gaps, expected)
-    return interrupts
-
-
-def interrupted_at_each_place(job):
-    """Serve one request again and again, each time with an interrupt at the next place. Returns how
-    many there are."""
-    parallel.instances.WAIT_S = 10.0  # a step that waits in vain would be more places
-    engine = engine_of(job)
-    request = [1, 2, 3], SamplingParams(2, logprobs=True)
-    expected = engine.generate([request[0]], request[1], progress=False)
-    place = 1
-    while serve_interrupted(engine, [request], [place], expected):
-        place += 1
-    if engine.ranks.copies > 1:  # nothing was sent twice
-        assert engine.ranks.call("num_received") == [0] * engine.ranks.copies
-    return place - 1
-
-
-def serve_interrupted(engine, requests, gaps, expected):
-    """Serve some requests, which must yield the completions `expected`. KeyboardInterrupt is raised
-    after gaps[0] places, then after gaps[1] more, and so on. Returns how often."""
-    FILES.update(module.__file__ for module in DECIDING)
-    gaps = [*gaps, NEVER]
-    interrupts = 0
-
-    def interrupted_call(function, *arguments):
-        nonlocal interrupts
-        interrupt = OutsideOfCommands(gaps[interrupts])
-        value = interrupt(function, *arguments)
-        gaps[interrupts] -= interrupt.events
-        interrupts += interrupt.raised
-        return value
-
-    for number, request in enumerate(requests):
-        while len(engine.scheduler.requests) == number:
-            interrupted_call(engine.add_request, *request)
-    done = {}
-    while engine.has_work:
-        done |= completions_of(interrupted_call(engine.step) or [])
-    for request_id, other in zip(sorted(done), expected, strict=True):
-        assert done[request_id].tokens == other.tokens
-        expected_logprobs = pytest.approx(other.logprobs or [], rel=0, abs=1e-10)
-        assert (done[request_id].logprobs or []) == expected_logprobs
-    check_nothing_is_left(engine)
-    return interrupts
-
-
 def broken_off(job):
-    """Serve, and go on whatever is raised on rank 0: by the job's fault, or by a Ctrl-C between the
-    two messages of a transfer, if there are several instances."""
+    """Serve, and go on when the job's fault is raised on rank 0."""
     engine = engine_of(job)
     engine.add_request([1, 2, 3], SamplingParams(9))
-    isend = dist.isend
-
-    def interrupted_isend(tensor, *arguments, **options):
-        if tensor.dtype == engine.runner.model.dtype:
-            dist.isend = isend
-            raise KeyboardInterrupt
-        return isend(tensor, *arguments, **options)
-
-    if "copies" in job:
-        dist.isend = interrupted_isend
     while engine.has_work:
-        with suppress(ArithmeticError, KeyboardInterrupt):
+        with suppress(ArithmeticError):
             engine.step()
 
 
-# time, and the end
+# time
 
 
-def idle(job):
-    """Send the signal `what` to a rank, which may be this one, while all have nothing to do. End
-    after `seconds`."""
-    model_of(job)
-    send_signal(job["what"], pid_of(job["victim"]))
-    time.sleep(job.get("seconds", LONG_S))
-
-
-def paused(job):
-    """Serve, rest for so many `seconds`, or be stopped meanwhile as by Ctrl-Z, and serve again: how
-    long each rank has waited for commands since."""
+def rested(job):
+    """Serve, rest for so many `seconds`, and serve again: how long each rank has waited since."""
     engine = engine_of(job)
     before = serve_as_they_come(engine)
     seconds_before = engine.ranks.call("seconds")
-    if job["stopped"]:
-        stop_all(job)
-    else:
-        time.sleep(job["seconds"])
+    time.sleep(job["seconds"])
     after = serve_as_they_come(engine)
     assert [c.tokens for c in before] == [c.tokens for c in after]
     seconds_after = engine.ranks.call("seconds")
     pairs = zip(seconds_before, seconds_after, strict=True)
     return [after.waited - before.waited for before, after in pairs]
-
-
-def stop_all(job):
-    """Stop all ranks for so many `seconds`, this one last."""
-    pids = [pid_of(rank) for rank in range(size(job))]
-    numbers = " ".join(map(str, pids))
-    wakes = subprocess.Popen(["sh", "-c", f"sleep {job['seconds']}; kill -CONT {numbers}"])
-    for pid in reversed(pids):
-        os.kill(pid, signal.SIGSTOP)
-    wakes.wait()
-    time.sleep(3 * parallel.watch.BEAT_S)
-
-
-def pid_of(rank):
-    """The process of a rank."""
-    return int(out(f"{rank}.pid").read_text())
 
 
 def clocks(job):
@@ -386,21 +253,6 @@ def sizes(job):
     return decided
 
 
-def link_speed(job):
-    """The speed of the link between two ranks, and how many batches they computed meanwhile."""
-    model = model_of(job)
-    tell = model.ranks.tell
-    methods = Counter()
-
-    def counted_tell(rank, method, *arguments):
-        methods[method] += 1
-        return tell(rank, method, *arguments)
-
-    model.ranks.tell = counted_tell
-    speed = measure_link(model, job["max_len"], "auto")
-    return asdict(speed) | dict(batches=methods["run"])
-
-
 def command(job):
     """bench.py, with the job's `words`. It measures only once, however `busy` the machine is."""
     if job.get("busy"):
@@ -411,12 +263,8 @@ def command(job):
 def be_a_rank(job):
     """Run a job's program, and on rank 0 write what it returns."""
     torch.set_num_threads(1)
-    parallel.watch.BEAT_S /= 5  # what the tests wait for
-    parallel.watch.SILENCE_LIMIT_S //= 5
-    parallel.watch.GRACE_S /= 3
-    for name, seconds in job.get("limits", {}).items():
-        module = parallel.meeting if name == "MEETING_LIMIT" else parallel.ranks
-        setattr(module, name, timedelta(seconds=seconds))
+    if "timeout_s" in job:
+        parallel.ranks.TIMEOUT = timedelta(seconds=job["timeout_s"])
     out(f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
     try:
         result = globals()[job["program"]](job)

@@ -1,6 +1,5 @@
 """The models and stages of the jobs in rank_program.py, some of which fail as a job says."""
 
-import ctypes
 import os
 import signal
 import time
@@ -14,14 +13,13 @@ from model import GPT, GPTConfig
 from parallel.ranks import Ranks
 from parallel.shard import Shard
 from parallel.stages import Stage
-from parallel.transfer import Instance
 from pretrained.sharding import views
 from tests.helpers import tiny_model
 
 LONG_S = 60  # longer than any world may take
 
 
-class Faulty:
+class FaultyStage(Stage):
     """A stage that fails as `fault` says: `what` happens on `rank` when it is loaded, in the first
     batch that has prefill, or the first that has none, between two parts of a layer.
 
@@ -57,35 +55,9 @@ class Faulty:
             suffer(fault)
 
 
-class FaultyStage(Faulty, Stage):
-    """The part of a model."""
-
-
-class FaultyInstance(Faulty, Instance):
-    """A whole model. Keys and values take `link_s` seconds, or the fault happens "on the link"."""
-
-    link_s = 0.0
-
-    def _receive(self):
-        received = super()._receive()
-        self.suffer("on the link")
-        time.sleep(self.link_s)
-        return received
-
-    def num_received(self):
-        """How many requests' keys and values have arrived and are in no cache yet."""
-        return len(self.received)
-
-
 def out(kind):
     """A file of this job's world: "json" is its result."""
     return Path(f"{os.environ['RANK_OUT']}.{kind}")
-
-
-def send_signal(name, pid):
-    """Send a signal to a rank, and note when."""
-    out("struck").touch()
-    os.kill(pid, getattr(signal, name))
 
 
 def suffer(fault):
@@ -96,14 +68,10 @@ def suffer(fault):
         time.sleep(LONG_S)
     elif what == "be late":
         time.sleep(fault["seconds"])
-    elif what == "be late in C":
-        ctypes.PyDLL(None).sleep(fault["seconds"])  # holds Python's lock
     elif what == "raise":
         raise ArithmeticError("the model fails")
-    elif what == "run out of memory":
-        raise torch.OutOfMemoryError("no memory is left")
     else:
-        send_signal(what, os.getpid())
+        os.kill(os.getpid(), getattr(signal, what))
 
 
 def model_of(job, stage=FaultyStage):
@@ -114,11 +82,8 @@ def model_of(job, stage=FaultyStage):
         return load_checkpoint(job)
     if size(job) == 1:
         return whole_of(job)
-    Faulty.fault = job.get("fault")
-    ranks = Ranks(job["tp"], job["pp"], copies=job.get("copies", 1))
-    if ranks.copies > 1:
-        FaultyInstance.link_s = job.get("link_s", 0.0)
-        stage = FaultyInstance
+    FaultyStage.fault = job.get("fault")
+    ranks = Ranks(job["tp"], job["pp"])
     return ranks.start(lambda: stage(shard_of(job, ranks))).model
 
 
@@ -146,7 +111,7 @@ def shard_of(job, ranks):
 
 def size(job):
     """The number of processes."""
-    return job["tp"] * job["pp"] * job.get("copies", 1)
+    return job["tp"] * job["pp"]
 
 
 def load_checkpoint(job):

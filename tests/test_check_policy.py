@@ -74,7 +74,7 @@ BROKEN = [  # (the method of a policy, what the violation says)
         r"'no decode dropped' is broken: .* 1 other decodes \(request 0,",
     ),
     ("schedule(self): return {}['none']", ENDS + "KeyError: 'none', in .*own.py line 3"),
-    ("token_budget(self, *_): return self.chunk / 3", ENDS + "token_budget=2.6.*whole num.*own.py"),
+    ("token_budget(self, *_): return self.chunk / 3", ENDS + "TypeError.*own.py"),
     (
         f"schedule(self): list(map(self.preempt, self.prefilling())); {UNCHANGED}",
         ENDS + "last new one",
@@ -208,8 +208,6 @@ WRONG = [  # (the method of a policy, part of the sentence about it)
     ("schedule(self): return tuple(super().schedule())", "returned a tuple, and must return a Bat"),
     ("schedule(self): yield", "returned a generator, and must return a Batch"),
     ("__init__(self, *args, **options): pass", "Own.__init__() must call super().__init__()"),
-    (f"schedule(self): self.waiting = None; {UNCHANGED}", "Error: "),
-    (f"schedule(self): self.running = 7; {UNCHANGED}", "TypeError: 'int' object is not iterable"),
     ("schedule(self): raise SystemExit(0)", "SystemExit: 0"),
     ("add(self, request): raise SystemExit(0)", "SystemExit: 0"),
     ("advance(self, *args): raise GeneratorExit", "GeneratorExit"),
@@ -316,18 +314,17 @@ def test_a_policy_that_ends_the_process_as_it_is_read_is_one_line(tmp_path):
 SORTED = "sorted(self.waiting, key=lambda r: r.prompt_len)"
 
 
-@pytest.mark.parametrize("queue, pp", [(SORTED, 1), (SORTED, 2), (f"deque({SORTED})", 1)])
-def test_a_policy_may_replace_its_queue(queue, pp, tmp_path):
+def test_a_policy_may_replace_its_queue(tmp_path):
     """As the most natural way to write "shortest first" does."""
-    method = f"schedule(self):\n    self.waiting = {queue}\n    {UNCHANGED}"
+    method = f"schedule(self):\n    self.waiting = deque({SORTED})\n    {UNCHANGED}"
     policy = write_policy(tmp_path, f"{method}\nfrom collections import deque")
-    cost = CostModel.named("llama3-8b", pp=pp)
-    config = EngineConfig(policy, chunk=8, max_batch=2, max_len=64, page_size=4, pages=16 * pp)
+    cost = CostModel.named("llama3-8b")
+    config = EngineConfig(policy, chunk=8, max_batch=2, max_len=64, page_size=4, pages=16)
     arrivals = [Arrival(0.0, length, 4) for length in (40, 30, 20, 10, 5, 35)]
     completions = simulate(cost, config, arrivals).run.completions
     assert all(c.finish_reason == "length" for c in completions)
     first_tokens = [c.token_times[0] for c in sorted(completions, key=lambda c: len(c.prompt))]
-    assert pp > 1 or first_tokens == sorted(first_tokens)
+    assert first_tokens == sorted(first_tokens)
 
 
 def test_a_schedule_that_never_returns_is_stopped_and_named(tmp_path, monkeypatch):

@@ -36,6 +36,13 @@ def test_offline_prints_the_tokens_and_times_of_each_request():
 
 
 @pytest.mark.slow
+def test_nano_stalls_under_orca_and_vllm_and_all_texts_are_the_same():
+    *lines, same = run_example("nano")
+    assert [int(line.split()[-2]) for line in lines[::5]] == [1, 8, 12, 1]
+    assert len(lines) == 20 and same.endswith(" True")
+
+
+@pytest.mark.slow
 def test_online_decodes_beside_the_long_prompt():
     lines = run_example("online")
     requests = [

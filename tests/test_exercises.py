@@ -229,7 +229,7 @@ ANSWERED = [  # (exercise, a solution that uses an answer of this repository, wh
     (6, "class StallFree(SarathiServe):\n  def schedule(self): return super().schedule()", "Sarat"),
     (7, "class OutOfMemory(SarathiServe): pass", "Scheduler.grow_decodes"),
     (10, "from policies.remedies import *\nclass OneLongPrompt(EqualProgress): pass", "EqualPro"),
-    (13, "class NothingLeft(SarathiServe): pass", "Scheduler.plan_admission"),
+    (13, "class NothingLeft(SarathiServe): pass", "Bookkeeping.plan_admission"),
     (
         8,
         "class SharedPages(SarathiServe):\n  def plan_admission(self, r):\n"

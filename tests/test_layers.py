@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LOW = "runtime.files runtime.torchrun runtime.memory runtime.lone_chunk runtime.pieces"
-PLANNING = f"errors request runtime.journal kv_cache scheduler policies {LOW} config"
+PLANNING = f"errors request kv_cache bookkeeping scheduler policies {LOW} config"
 CACHE = "errors request kv_cache runtime.memory"
 GEOMETRY = "pretrained.presets pretrained.geometry"
 MODEL = f"{GEOMETRY} pretrained attention model runtime.drawing sampling"
@@ -24,11 +24,11 @@ LIBRARIES = f"{ENGINE} parallel lab.measure lab.simulator page"
 MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "errors": "",
     "request": "errors",
-    "runtime.journal": "request",
     "pretrained.presets": "",
     "pretrained.geometry": "errors pretrained.presets",
     "kv_cache": "request pretrained.geometry",
-    "scheduler": "errors request runtime.journal kv_cache",
+    "bookkeeping": "request kv_cache",
+    "scheduler": "errors request bookkeeping",
     "policies": "errors request kv_cache scheduler",
     "runtime.files": "",
     "runtime.torchrun": "errors",

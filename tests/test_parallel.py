@@ -30,7 +30,7 @@ FEW = ENGINE | dict(page_size=4, pages=8)  # of each micro-batch: too few for th
 @cache
 def one_process(job):
     """What one process makes of a job, given as JSON."""
-    return rank_program.serve(json.loads(job) | dict(tp=1, pp=1, copies=1))
+    return rank_program.serve(json.loads(job) | dict(tp=1, pp=1))
 
 
 def check(worlds, tp, pp, engines, **job):

@@ -11,7 +11,6 @@ from policies.pages import make_pages
 from policies.pools import Pools, TwoPools
 from scheduler import Request
 from tests.helpers import advance, check_integrity, owned, with_slow
-from tests.test_interrupt import Interrupt
 
 PAGE_SIZE = 4
 MAX_LEN = 24
@@ -136,19 +135,19 @@ def drive_random_load(seed):
         assert turn < 20_000, "it does not end"
         if to_come and draw.random() < 0.2:
             two.prefills[0].add(to_come.pop(0))
-        if two.journal.requests and draw.random() < 0.01:
-            victim = draw.choice(list(two.journal.requests.values()))
+        if two.schedulers[0].requests and draw.random() < 0.01:
+            victim = draw.choice(list(two.schedulers[0].requests.values()))
             scheduler = next((s for s in two.schedulers if victim in s.running), two.schedulers[0])
             scheduler.finish(victim, "abort")
             aborted.add(victim)
         drive.step()
-        if not (to_come or two.journal.requests or drive.flights or drive.links):
+        if not (to_come or two.schedulers[0].requests or drive.flights or drive.links):
             break
     for r in requests:
         if r not in aborted:
             assert r.finish_reason == "length"
             assert drive.tokens[r.id] == len(r.token_times) == r.max_new_tokens
-    assert not (two.journal.waiting or two.transfers)
+    assert not (two.schedulers[0].waiting or two.transfers)
     for instance in two.schedulers:
         assert instance.pages.num_free == instance.pages.total
         assert not instance.running
@@ -224,8 +223,7 @@ def test_an_id_may_be_used_again_while_its_first_request_is_being_sent():
     first, second = request(0), request(0)
     prefill(two, first)
     (transfer,) = two.start_transfers()
-    for _ in range(2):  # the second time does nothing
-        two.prefills[0].finish(first, "abort")
+    two.prefills[0].finish(first, "abort")
     prefill(two, second)
     assert [*two.transfers] == [first, second]
     assert not two.end_transfer(transfer)
@@ -244,57 +242,10 @@ def test_a_preempted_request_is_sent_back_to_the_front_of_the_queue():
     newcomer = request(2)
     two.prefills[0].add(newcomer)
     (decode,) = two.decodes
-    while not two.journal.waiting[0].preemptions:
+    while not two.schedulers[0].waiting[0].preemptions:
         advance(decode, decode.next_batch(), token=1)
-    assert [r.id for r in two.journal.waiting] == [1, 2]
+    assert [r.id for r in two.schedulers[0].waiting] == [1, 2]
     assert [r.id for r in decode.running] == [0]
-
-
-@pytest.mark.parametrize("side", [0, 1])
-def test_after_an_interrupt_all_are_prefilled_again(side):
-    two = two_pools(pages=64, chunk=64)
-    requests = [request(number) for number in range(3)]
-    prefill(two, requests[0])
-    (landed,) = two.start_transfers()
-    two.end_transfer(landed)
-    prefill(two, requests[1])
-    (under_way,) = two.start_transfers()
-    prefill(two, requests[2])
-    two.journal.broken = True  # as a Ctrl-C would leave it
-    assert not two.end_transfer(under_way)
-    assert list(two.journal.waiting) == requests
-    assert not two.transfers
-    check_owners(two)
-    prefill(two)
-    assert len(two.start_transfers()) == 3
-
-
-@pytest.mark.parametrize("step", ["start", "end", "finish", "mend"])
-def test_an_interrupt_at_any_place_loses_no_page(step):
-    place = 0
-    is_interrupted = True
-    while is_interrupted:
-        place += 1
-        two = two_pools(pages=64, chunk=64)
-        prefill(two, request(0))
-        (transfer,) = two.start_transfers()
-        prefill(two, request(1))
-        two.journal.broken = step == "mend"  # as a Ctrl-C would leave it
-        steps = {
-            "start": (two.start_transfers,),
-            "end": (two.end_transfer, transfer),
-            "finish": (two.prefills[0].finish, transfer.request, "abort"),
-            "mend": (two.journal.mend,),
-        }
-        interrupt = Interrupt(place)
-        interrupt(*steps[step])
-        is_interrupted = interrupt.raised
-        two.start_transfers()  # which mends
-        check_owners(two)
-        if step == "mend":
-            assert [r.id for r in two.journal.waiting] == [0, 1]
-            assert not two.transfers
-    assert place > 5
 
 
 def test_two_numbers_name_two_pools():

@@ -18,8 +18,6 @@ from tests.helpers import (
     advance,
     alone,
     check_integrity,
-    completions_of,
-    finish,
     guard,
     named,
     tiny_model,
@@ -223,15 +221,12 @@ def test_pages_hold_64_tokens_or_half_of_max_len_by_default(max_len, page_size, 
 # what must not be found
 
 
-def test_a_dropped_cache_finds_nothing():
+def test_after_a_reset_nothing_is_found():
     engine = new_engine()
     engine.generate([SYSTEM], PARAMS)
-    dropped, kept = (engine.add_request(prompt, PARAMS) for prompt in (SYSTEM, [5, *SYSTEM]))
-    while not engine.scheduler.requests[kept].num_computed:
-        engine.step()
     assert named(engine.scheduler.pages)
-    engine.drop([engine.scheduler.requests[dropped]])
+    engine.reset()
     assert named(engine.scheduler.pages) == set()
-    (completion,) = completions_of(finish(engine)).values()
-    assert (completion.request_id, completion.cached_tokens) == (kept, 0)
+    (completion,) = engine.generate([[5, *SYSTEM]], PARAMS)
+    assert completion.cached_tokens == 0
     assert completion.tokens == alone(MODEL, [5, *SYSTEM], PARAMS)

@@ -244,7 +244,7 @@ def test_a_pipeline_is_probed_when_no_batch_is_in_flight(monkeypatch):
     engine = object.__new__(ParallelEngine)
     engine.runner = SimpleNamespace(model=MODEL)
     engine.step = engine.abort = None
-    engine.scheduler = SimpleNamespace(requests={}, journal=SimpleNamespace(schedulers=()))
+    engine.scheduler = SimpleNamespace(requests={}, peers=())
     server = EngineServer(engine, Clock(lambda: 0.0))
     for flights, probes in [(("a batch",), 0), ((), 1), ((), 1)]:
         engine.flights = flights

@@ -41,6 +41,7 @@ from tests.pages import (
     simulated,
     texts,
 )
+from tests.servers import serving
 
 
 @pytest.mark.parametrize("policy", with_slow(LOADS, fast=["vllm", "sarathi-serve"]))
@@ -495,6 +496,31 @@ def test_a_live_page_follows_an_engine(browser):
             tab.click("#save")
         events = json.loads(download.value.path().read_text())["traceEvents"]
         assert [e["name"] for e in events if e["ph"] == "i"] == ["finished"] * 2
+
+
+def test_a_live_page_asks_for_the_key_and_sends_it_in_a_header_alone(browser):
+    with serving(api={"key": "sésame"}) as served:
+        urls = []
+        tab = browser.new_page()
+        tab.on("request", lambda request: urls.append(request.url))
+        tab.goto(served.url)
+        for key_before, key in ("", "x"), ("x", "sésame"):
+            tab.wait_for_function(f"api_key == '{key_before}' && !$('keyform').hidden")
+            assert not texts(tab, "#texts p") and not shown_runs(tab)
+            tab.keyboard.type(key)  # the field has the focus
+            tab.keyboard.press("Enter")
+        tab.wait_for_selector("#try:not([hidden])")
+        headers = {"authorization": "Bearer sésame".encode()}
+        body = {"prompt": "hello", "max_tokens": 20}
+        done = served.http.post("/v1/completions", json=body, headers=headers).json()
+        shown = f"$('texts').querySelector('bdi')?.textContent == '{done['choices'][0]['text']}'"
+        tab.wait_for_function(shown)
+        assert tab.is_hidden("#keyform")
+        stored = tab.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}])")
+        kept = [*urls, tab.url, tab.content(), stored, tab.evaluate("document.cookie")]
+        assert f"{served.url}/records/{10**15}" in urls
+        assert not [text for text in kept if "sésame" in text or "s%C3%A9same" in text]
+        tab.close()
 
 
 def test_an_idle_live_page_says_what_to_send(browser):

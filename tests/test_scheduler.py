@@ -1,9 +1,7 @@
 """Each policy does what its paper says, batch by batch. No model is needed."""
 
 import gc
-import math
 import random
-import re
 import sys
 
 import numpy as np
@@ -135,18 +133,11 @@ def test_a_batch_keeps_within_its_budget_but_for_decodes():
     assert (crowded.add(late), crowded.left, len(crowded)) == (0, -1, 3)
 
 
-@pytest.mark.parametrize("budget", [170.67, math.inf, "8", np.float32(8), -1])
+@pytest.mark.parametrize("budget", [8 / 3, np.float32(8), None])  # None: `return` was forgotten
 def test_a_token_budget_that_is_no_whole_number_is_refused(budget, monkeypatch):
-    scheduler = started(request(0, 20, 3))
-    with monkeypatch.context() as patch:
-        patch.setattr(SarathiServe, "token_budget", lambda *_: budget)
-        message = re.escape(f"token_budget={budget!r}: must be a whole number of at least 0")
-        with pytest.raises(ValueError, match=f"^{message}$"):
-            scheduler.next_batch()
-    monkeypatch.setattr(SarathiServe, "token_budget", lambda *_: np.int32(8))
-    batch = scheduler.next_batch()
-    assert [chunk.length for chunk in batch] == [8]
-    assert type(batch[0].length) is type(batch.budget) is int
+    monkeypatch.setattr(SarathiServe, "token_budget", lambda *_: budget)
+    with pytest.raises(TypeError):
+        started(request(0, 20, 3)).next_batch()
 
 
 # how requests move on
@@ -157,18 +148,15 @@ def started(*requests, **options):
     return queue("sarathi-serve", 8, 4, requests, **dict(chunk=6, max_len=20) | options)
 
 
-def test_advance_is_exact_and_twice_is_as_good_as_once():
+def test_advance_moves_requests_on_and_ends_them():
     a, b = requests_of((8, 3), (3, 1))
     scheduler = started(a, b)
     sampled = []
     for now in (1.0, 2.0, 3.0, 4.0):
         batch = scheduler.next_batch()
         tokens = [10 * now if chunk.yields_token else None for chunk in batch]
-        first = scheduler.advance(batch, tokens, now)
-        state = repr((a, b, vars(scheduler), vars(scheduler.pages)))
-        assert scheduler.advance(batch, tokens, now) == first
-        assert repr((a, b, vars(scheduler), vars(scheduler.pages))) == state
-        sampled.append([(r.id, token) for r, token in first])
+        new_tokens = scheduler.advance(batch, tokens, now)
+        sampled.append([(r.id, token) for r, token in new_tokens])
     assert sampled == [[], [(0, 20), (1, 20)], [(0, 30)], [(0, 40)]]
     assert (a.num_computed, b.num_computed) == (10, 3)  # the last token is never computed
     assert a.tokens == [0] * 8 + [20, 30, 40]
@@ -182,7 +170,7 @@ def test_advance_skips_an_aborted_request():
     scheduler = started(gone, stays, waits)
     batch = scheduler.next_batch()
     assert [chunk.request for chunk in batch] == [gone, stays]
-    for each in (gone, waits) * 2:  # the second time does nothing
+    for each in (gone, waits):
         scheduler.finish(each, "abort")
     assert [r for r, _ in advance(scheduler, batch, 1.0)] == [stays]
     assert (gone.tokens, gone.finish_reason, waits.finish_reason) == ([0] * 3, "abort", "abort")
@@ -193,15 +181,18 @@ def test_advance_skips_an_aborted_request():
 # policies that fail
 
 
-def test_after_a_change_that_was_broken_off_all_begin_anew():
+def test_after_reset_nothing_is_left_whatever_came_before():
     requests = requests_of((3, 4), (6, 4), (2, 4))
     scheduler = started(*requests)
     advance(scheduler, scheduler.next_batch())
-    scheduler.journal.broken = True  # as a Ctrl-C would leave it
-    assert scheduler.next_batch().preempted == [0, 1]
-    assert [(r.preemptions, r.recomputed_tokens) for r in requests] == [(1, 3), (1, 3), (0, 0)]
-    run_to_the_end(scheduler)
-    assert [len(r.tokens) for r in requests] == [7, 10, 6]
+    scheduler.next_batch()
+    scheduler.pages.allocate(1)  # as by a policy that fails before it notes its page
+    scheduler.running.append(requests[2])
+    scheduler.reset()
+    assert [r.finish_reason for r in requests] == ["abort"] * 3
+    assert scheduler.next_batch() == []
+    assert not (scheduler.requests or scheduler.waiting or scheduler.running)
+    check_integrity(scheduler.pages, [])
 
 
 def run_to_the_end(scheduler):
@@ -226,24 +217,19 @@ class Loses(SarathiServe):
         return super().admit()
 
 
-NOTHING_DONE = r"^Idle.schedule\(\) returned \[\], but there are requests$"
-LOST = r"^Loses.schedule\(\) lost requests \[1\]: they neither wait nor run$"
+NOTHING_DONE = r"^schedule\(\) returned no chunk for requests \[0, 1, 2\]$"
+LOST = r"^schedule\(\) returned no chunk for requests \[1\]$"
 
 
 @pytest.mark.parametrize("policy, message", [(Idle, NOTHING_DONE), (Loses, LOST)])
-def test_a_policy_that_leaves_work_undone_is_an_error_and_can_be_mended(policy, message):
+def test_a_policy_that_leaves_work_undone_is_an_error(policy, message):
     requests = requests_of((4, 3), (4, 3), (4, 3))
     scheduler = queue("sarathi-serve", 8, 8, requests)
     scheduler.__class__ = policy
-    for _ in range(2):  # all begin anew, and it is lost again
-        with pytest.raises(RuntimeError, match=message):
-            run_to_the_end(scheduler)
+    with pytest.raises(RuntimeError, match=message):
+        run_to_the_end(scheduler)
     reasons = [r.finish_reason for r in requests]
     assert reasons == (["length", None, "length"] if policy is Loses else [None] * 3)
-    scheduler.__class__ = SarathiServe
-    run_to_the_end(scheduler)
-    assert all(r.finish_reason == "length" for r in requests)
-    check_integrity(scheduler.pages, [])
 
 
 def test_a_request_that_runs_in_another_micro_batch_is_not_lost():
@@ -254,7 +240,7 @@ def test_a_request_that_runs_in_another_micro_batch_is_not_lost():
         schedulers[0].add(each)
     assert [chunk.request.id for chunk in micro_batches.next_batch(0, 0.0)] == [0]
     schedulers[1].__class__ = Idle
-    with pytest.raises(RuntimeError, match=NOTHING_DONE):
+    with pytest.raises(RuntimeError, match=r"no chunk for requests \[0, 1\]"):
         micro_batches.next_batch(1, 0.0)
 
 

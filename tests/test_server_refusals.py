@@ -1,6 +1,7 @@
 """server/: what is refused, what fails, and that nothing else is disturbed by it."""
 
 import json
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -221,6 +222,24 @@ def test_an_api_key():
         post = served.http.post("/v1/completions", json={})
         assert post.status_code == 401 and post.json()["error"]["code"] == "invalid_api_key"
         assert served.http.get("/health").status_code == 200
+
+
+def test_without_the_key_no_route_shows_a_text():
+    is_open = {"/", "/health", "/metrics"}
+    with serving(api={"key": "k"}) as served:
+        done = generate(served, "xylophone")
+        assert complete(served, "xylophone").text == done.text
+        tokens = json.dumps(done.tokens)[1:-1]
+        secrets = ["xylophone", done.text[:8], done.text[-8:], tokens]
+        with_key = served.http.get("/records/0", headers={"authorization": "Bearer k"})
+        assert done.text in with_key.json()["texts"].values()
+        for route in served.api.app().routes:
+            address = re.sub("{.*?}", "0", route.path)
+            for method in route.methods:
+                without_key = served.http.request(method, address)
+                if address not in is_open:
+                    assert without_key.status_code == 401, address
+                assert not any(secret in without_key.text for secret in secrets), address
 
 
 def test_a_step_that_fails_is_a_500_for_its_requests_and_no_others():

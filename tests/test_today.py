@@ -446,15 +446,6 @@ def test_vtc_serves_the_user_with_the_fewest_tokens():
     assert world.run() == "4:6 | 4:d | 6:6 | 6:d | 5:6 | 5:d"
 
 
-def test_vtc_charges_a_token_once_though_an_interrupt_repeats_its_advance():
-    world = World("vtc", chunk=16)
-    world.add(6, 2, user="a")
-    batch = world.scheduler.next_batch()
-    for _ in range(2):
-        world.scheduler.advance(batch, [1], 0.0)
-    assert world.scheduler.served == {"a": 6 + 2}
-
-
 def test_vtc_is_fair_between_the_users_of_an_engine():
     engine = Engine(tiny_model(), policy="vtc", max_batch=1, max_len=32)
     for user in "aaab":

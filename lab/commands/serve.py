@@ -42,20 +42,18 @@ from lab.commands.serve_report import (
 )
 from lab.measure import capacity, workload
 from lab.measure.capacity import JudgedRun, SearchResult, Trial
-from lab.measure.link import measure_link
 from lab.measure.machine import Machine, RealMachine
 from lab.measure.machine_info import MachineInfo
 from lab.measure.run_loop import LoadInterrupted, Run
 from lab.measure.run_plan import run_plan
 from lab.measure.token_budget import MULTIPLES
 from lab.measure.workload import Arrival
-from lab.simulator.devices import LINKS, Link
+from lab.simulator.devices import LINKS
 from lab.simulator.machine import CountingMachine, FittedMachine, SimulatedMachine
 from lab.simulator.pools import KVLink, simulate_pools
 from page.html import page
 from page.records import Recorder, instance_names
-from parallel.instances import ChunkedPoolsEngine, PoolsEngine
-from parallel.shard import Shard
+from policies.pools import Pools
 from policies.trial import broken_rules
 
 __all__ = ["add_options", "main", "resolve"]
@@ -147,23 +145,6 @@ def make_machine(options: ServeOptions) -> Machine:
     return FittedMachine(real, max_len=options.max_len, attention=attention, is_alone=is_alone)
 
 
-def describe_link(options: ServeOptions, machine: Machine) -> tuple[str, KVLink | None]:
-    """What joins two pools, in words, and its simulation, if anything is simulated. That between
-    two ranks is measured where it is simulated, too."""
-    if isinstance(machine, SimulatedMachine):
-        is_layer_wise = options.kv_send == "layers"
-        link = KVLink.of(machine.cost, LINKS[options.kv_link], layer_wise=is_layer_wise)
-        return f"{options.kv_link}, {KV_SENDS[options.kv_send]}", link
-    text = f"torch.distributed, {KV_SENDS['end']}"
-    if not isinstance(machine, FittedMachine):
-        return text, None
-    model = machine.real.model
-    assert isinstance(model, Shard)  # there are two ranks
-    speed = measure_link(model, options.max_len, options.model.attention)
-    text += f": {1e3 * speed.step_s:.2f} ms and {speed.bytes_per_s / 1e9:.3g} GB/s"
-    return text, KVLink(Link(speed.bytes_per_s, speed.step_s), speed.token_bytes)
-
-
 def machines_of(options: ServeOptions, machine: Machine) -> dict[str, Machine]:
     """{what follows the name of a policy: the machine that serves it}. With --simulate this, serve
     shows the real machine and its simulation side by side."""
@@ -173,26 +154,22 @@ def machines_of(options: ServeOptions, machine: Machine) -> dict[str, Machine]:
 
 
 def pooled_servers(
-    options: ServeOptions, machine: Machine, kv_link: KVLink | None
+    options: ServeOptions, pools: Pools, machine: SimulatedMachine
 ) -> dict[str, Serve]:
-    """The servers of --pools, which prefill whole prompts, or chunks. Real and simulated as in
-    machines_of."""
+    """The servers of --pools, which prefill whole prompts, or chunks."""
+    is_layer_wise = options.kv_send == "layers"
+    kv_link = KVLink.of(machine.cost, LINKS[options.kv_link], layer_wise=is_layer_wise)
     servers: dict[str, Serve] = {}
-    for suffix, server in machines_of(options, machine).items():
-        for kind, cuts_prompts in {"": False, " chunks": True}.items():
-            name = f"pools {options.pools}{kind}{suffix}"
-            if isinstance(server, RealMachine):
-                engine_class = ChunkedPoolsEngine if cuts_prompts else PoolsEngine
-                servers[name] = partial(server.serve, engine_class=engine_class)
-            elif isinstance(server, SimulatedMachine | FittedMachine) and options.pools and kv_link:
-                run = partial(
-                    simulate_pools,
-                    server.cost,
-                    pools=options.pools,
-                    kv_link=kv_link,
-                    cuts_prompts=cuts_prompts,
-                )
-                servers[name] = CountingMachine(run, server.make_prompts, server.drift).serve
+    for kind, cuts_prompts in {"": False, " chunks": True}.items():
+        run = partial(
+            simulate_pools,
+            machine.cost,
+            pools=pools,
+            kv_link=kv_link,
+            cuts_prompts=cuts_prompts,
+        )
+        server = CountingMachine(run, machine.make_prompts)
+        servers[f"pools {pools}{kind}"] = server.serve
     return servers
 
 
@@ -368,12 +345,11 @@ def main(options: ServeOptions) -> dict[str, Any]:
     print(machine.info.heading() + describe_load(options, load, arrivals), end="")
     print(format_sizes(machine, options, report))
     configs = plan(options.policies, tbt_slo_s=slo_s)
-    kv_link = None
     if options.pools:
-        link, kv_link = describe_link(options, machine)
         print(
             f"pools: {options.pools.prefill} of {options.replicas} instances prefill, "
-            f"{options.pools.decode} decode; keys and values over {link}\n"
+            f"{options.pools.decode} decode; keys and values over {options.kv_link}, "
+            f"{KV_SENDS[options.kv_send]}\n"
         )
     violations = broken_rules(config.policy for config in configs.values())
     for violation in violations.values():
@@ -384,9 +360,9 @@ def main(options: ServeOptions) -> dict[str, Any]:
         for suffix, server in machines_of(options, machine).items():
             serve = partial(server.serve, config)
             servers[name + suffix] = Server(serve, violation.rule if violation else None)
-    if options.pools:
+    if options.pools and isinstance(machine, SimulatedMachine):
         pooled_configs = plan([SIZES], tbt_slo_s=slo_s)
-        for name, serve in pooled_servers(options, machine, kv_link).items():
+        for name, serve in pooled_servers(options, options.pools, machine).items():
             for label, config in pooled_configs.items():
                 servers[name + label.removeprefix(SIZES)] = Server(partial(serve, config))
     comparison = Comparison(

@@ -42,6 +42,7 @@ REQUESTS = {"serve": PerDevice(cpu=48, gpu=500), "capacity": PerDevice(cpu=128, 
 KV_SENDS = {"layers": "layer by layer during the prefill", "end": "all layers at its end"}
 ONLY_SIMULATED = (
     "replicas",
+    "pools",
     "kv_link",
     "kv_send",
     "tp_link",
@@ -208,8 +209,7 @@ class ServeOptions(LoadOptions):
     )
     pools: Pools | None = option(
         "also serve by two pools of instances, so many that prefill and so many that decode, "
-        "beside as many replicas. Without --simulate DEVICE they are 1:1, two processes that "
-        "torchrun starts, see parallel/README.md",
+        "beside as many replicas; goes with --simulate DEVICE",
         type=two_pools,
         metavar="PREFILL:DECODE",
     )
@@ -309,7 +309,6 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     cache_device = args.device
     if args.pools:
         args.replicas = args.pools.instances
-        model = replace(model, copies=1 if is_elsewhere else args.replicas)
     if is_elsewhere:
         cache_device = "cpu"  # simulated attention reads any pages
         args.device = "cuda"  # whose defaults hold
@@ -358,8 +357,6 @@ def _check_machine(parser: OptionParser, args: Namespace, is_elsewhere: bool) ->
             parser.error(f"--{name.replace('_', '-')}: {goes} with --simulate DEVICE")
     if args.pools and (args.pp > 1 or args.replicas > 1):
         parser.error("--pools: goes without --pp and --replicas: there are as many replicas")
-    if args.pools and not is_elsewhere and (args.pools != Pools(1, 1) or args.tp > 1):
-        parser.error(f"--pools {args.pools}: must be 1:1 without --tp, or --simulate DEVICE")
     if args.simulate == THIS and args.tp * args.pp > 1:
         parser.error(f"--tp, --pp: do not go with --simulate {THIS}; see bench.py pipeline")
 

@@ -22,6 +22,7 @@ PYODIDE_FILES = (  # of the npm package `pyodide`, which a site may have beside 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = "policies/template.py"
 FILES = (  # relative to ROOT
+    "bookkeeping.py",
     "config.py",
     "errors.py",
     "kv_cache.py",
@@ -34,7 +35,6 @@ FILES = (  # relative to ROOT
     "exercises/*.py",
     "runtime/__init__.py",
     "runtime/files.py",
-    "runtime/journal.py",
     "runtime/memory.py",
     "runtime/torchrun.py",
     "lab/__init__.py",

@@ -8,7 +8,6 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from config import EngineConfig
 from engine import Engine
@@ -17,8 +16,7 @@ from lab.measure.arrival import Arrival
 from lab.measure.run_loop import LoadRun, Recorder, Run, no_progress
 from model import GPT
 from parallel import engine_for
-from parallel.instances import PoolsEngine
-from parallel.stages import RanksEngine
+from parallel.stages import ParallelEngine
 from policies.observers import Iteration
 from sampling import SamplingParams
 
@@ -77,7 +75,7 @@ class EngineServer:
         batch is in flight: the others would go on."""
         now = self.clock()
         engine = self.engine
-        in_flight = isinstance(engine, RanksEngine) and engine.in_flight
+        in_flight = isinstance(engine, ParallelEngine) and engine.in_flight
         if now >= self.next_glance and not in_flight:
             self.probe_readings.append(self.probe.take(measure.GLANCE_S))
             self.next_glance = now + GLANCE_EVERY_S
@@ -112,19 +110,17 @@ def serve(
     *,
     progress: Callable[[], object] = no_progress,
     recorder: Recorder | None = None,
-    engine_class: type[Engine] | None = None,
     before_start: Callable[[Engine], object] | None = None,
     now: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Run:
     """Serve `arrivals` with `prompts` by an engine of `config`, in real time.
 
-    `progress` and `recorder`: see LoadRun. `engine_class` is by default as of engine_for.
-    `before_start` is called with the engine when it is warm
+    `progress` and `recorder`: see LoadRun. `before_start` is called with the engine when it is warm
     and the clock has not started. `now` and `sleep` are the time that the run lives in."""
     gc.collect()  # frees the cache of the engine before
     clock = Clock(now)
-    engine = (engine_class or engine_for(model))(model, config, clock=clock)
+    engine = engine_for(model)(model, config, clock=clock)
     engine.warm_up()
     server = EngineServer(engine, clock, sleep)
     load = LoadRun(server, arrivals, prompts, progress, recorder)
@@ -134,7 +130,6 @@ def serve(
         if before_start:
             before_start(engine)
         clock.set(0.0)
-        run = load.run()
+        return load.run()
     finally:
         gc.unfreeze()
-    return replace(run, transfers=engine.sent) if isinstance(engine, PoolsEngine) else run

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Protocol
 
 from config import EngineConfig
-from engine import Engine
 from lab.measure import capacity, load_run, run_loop, timing
 from lab.measure.capacity import Base
 from lab.measure.machine_info import MachineInfo, measure_machine
@@ -72,10 +71,8 @@ class RealMachine:
         self.make_prompts = make_prompts
         self.base, drift = capacity.measure_base(model, chunk, max_len, attention)
         info = measure_machine(model, name, chunk)
-        self.micro_batches = info.copies or 1
+        self.micro_batches = 1
         self.notes = ""
-        if info.copies:
-            self.notes = f"batch and memory are of each of {info.copies} instances\n"
         self.info = replace(info, base_busy=drift > timing.BUSY)
 
     def serve(
@@ -85,7 +82,6 @@ class RealMachine:
         *,
         progress: Callable[[], object] = run_loop.no_progress,
         recorder: Recorder | None = None,
-        engine_class: type[Engine] | None = None,
     ) -> Run:
         """Serve a load by an engine of `config`, in real time: see load_run.serve."""
         return load_run.serve(
@@ -95,5 +91,4 @@ class RealMachine:
             self.make_prompts(arrivals, self.model.config.vocab_size),
             progress=progress,
             recorder=recorder,
-            engine_class=engine_class,
         )

@@ -51,13 +51,11 @@ class RealMachineInfo(MachineInfo):
     busy: bool  # whether the machine was too busy while this was measured
     tp: int | None = None  # None: one process
     pp: int | None = None
-    copies: int | None = None  # of the model; None: one
     base_busy: bool | None = None  # too busy while the base of SLOs was timed; None: was not timed
 
     def heading(self) -> str:
         """The device, and the model that runs on it."""
         parallel = f", TP {self.tp} x PP {self.pp}" if self.tp else ""
-        parallel += f", {self.copies} instances" if self.copies else ""
         compiled = ", compiled" if self.compiled else ""
         return (
             f"{self.device}, threads: {self.threads}, torch {self.torch}\n"
@@ -109,7 +107,6 @@ def measure_machine(
         busy=drift > timing.BUSY,
         tp=ranks and ranks.tp,
         pp=ranks and ranks.pp,
-        copies=ranks.copies if ranks and ranks.copies > 1 else None,
     )
 
 

@@ -210,7 +210,7 @@ class Simulation(MicroBatches):
 
     def add(self, i: int, arrival: Arrival, prompt: Sequence[int] | None = None) -> None:
         """Queue request i; without a prompt its tokens are alike. Raises QueueFull, ValueError."""
-        self.schedulers[0].check_fits(arrival.prompt_len, arrival.output_len)
+        self.config.check_fits(arrival.prompt_len, arrival.output_len)
         self.bubbles[i] = 0.0
         self._wake()
         self.config.check_queue(len(self.queue))
@@ -227,11 +227,9 @@ class Simulation(MicroBatches):
 
     def abort(self, i: int) -> Completion:
         """Give request i up."""
-        request = self.requests[i]
         for micro_batch in range(len(self.steady)):
             self._settle(micro_batch)
-        self.running_in(i).finish(request, "abort")
-        return Completion.of(request)
+        return Completion.of(self.schedulers[0].abort(i))
 
     def step(self) -> list[Event]:
         """Let the next micro-batch that is ready send a batch through its pipeline, if it has work.

@@ -4,32 +4,50 @@
 const MAX_LIVE_ITERATIONS = 20000;  // then a live page starts again from a snapshot
 const MAX_TEXTS = 12;  // that are shown
 const NO_PLACE = 1e15;  // a place that no record has: the server answers with a snapshot
+let api_key = "";  // of the server: kept only here, and sent only in a header
 
 async function connect() {  // ask for new records, 4 times a second
   let run, place = NO_PLACE;
   for (;; await new Promise(done => setTimeout(done, 250))) {
     const reply = await fetch_records(place);
-    if (!reply) $("decision").textContent = "The server does not answer; trying again.";
+    if (reply.error) $("decision").textContent = reply.error.message;
     else if (!run?.iterations.length)
       $("decision").textContent = run?.requests.size ? "The first iteration since you opened this " +
         "page is being computed." : "Nothing since you opened this page: send a request.";
-    for (const record of reply?.records ?? []) {
+    for (const record of reply.records ?? []) {
       if (record.live) run = new Run(data.title, {});  // a snapshot begins a new run
       run.apply(record);
     }
-    if (reply?.records.length) show_live(run);
+    if (reply.records?.length) show_live(run);
     $("try").hidden = Boolean(run?.iterations.length);
-    if (run) show_texts(run, reply?.texts ?? {});
-    place = run?.iterations.length > MAX_LIVE_ITERATIONS ? NO_PLACE : reply?.place ?? place;
+    if (run) show_texts(run, reply.texts ?? {});
+    place = run?.iterations.length > MAX_LIVE_ITERATIONS ? NO_PLACE : reply.place ?? place;
   }
 }
-async function fetch_records(place) {  // null if the server does not answer
+async function fetch_records(place) {  // {error} if the server refuses, or does not answer
+  const header = new TextEncoder().encode(`Bearer ${api_key}`);
   try {
-    const response = await fetch(`${data.live}/${place}`);
-    return await response.json();
+    const response = await fetch(`${data.live}/${place}`,
+      {headers: {Authorization: String.fromCharCode(...header)}});
+    if (response.status !== 401) return await response.json();
   } catch {
-    return null;
+    return {error: {message: "The server does not answer; trying again."}};
   }
+  await ask_key();
+  return fetch_records(place);
+}
+/** Waits until somebody types the key. */
+async function ask_key() {
+  $("decision").textContent = api_key ? "This is not the key." : "The server asks for its key.";
+  $("keyform").hidden = false;
+  $("key").focus();
+  await new Promise(done => {
+    $("keyform").onsubmit = event => { event.preventDefault(); done(); };
+  });
+  api_key = $("key").value.trim();
+  $("key").value = "";
+  $("keyform").hidden = true;
+  write_example();
 }
 /** The end of each text, newest request first: a line under the lanes lights its lane, and in the
  * tip a lane has its text. */
@@ -52,7 +70,8 @@ function show_texts(run, texts) {
 /** What can be sent to a server that is idle. */
 function write_example() {
   const body = {model: data.title, prompt: "Once upon a time", max_tokens: 100, stream: true};
-  $("try").textContent = `curl -N ${location.origin}/v1/completions ` +
+  const authorization = api_key && '-H "Authorization: Bearer $NANOSARATHI_API_KEY" ';
+  $("try").textContent = `curl -N ${location.origin}/v1/completions ${authorization}` +
     `-H 'Content-Type: application/json' -d '${JSON.stringify(body)}'`;
 }
 function show_live(run) {

@@ -30,7 +30,7 @@ const STEPS_WITH_SHIFT = {ArrowLeft: -10, ArrowRight: 10};
 document.addEventListener("keydown", event => {
   const {key, target} = event;
   const is_button = target.matches("button, summary");
-  const used_by_target = target.matches("select") || is_button && key === " "
+  const used_by_target = target.matches("select, #key") || is_button && key === " "
     || target.matches("input") && /^(Arrow|Home|End)/.test(key);
   if (used_by_target || event.ctrlKey || event.metaKey || event.altKey) return;
   if (!focused || !(key in KEYS) || is_opening() && key !== "d" || key === "Escape" && stop_number < 0) return;
