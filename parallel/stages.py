@@ -24,8 +24,7 @@ from parallel.shard import Shard
 from policies.micro_batches import MicroBatches, StageTime
 from policies.observers import Iteration
 from pretrained.tokenizers import Tokenizer
-from request import Batch, Chunk, Event
-from runtime.lone_chunk import lone_chunk
+from request import Batch, Chunk, Event, lone_chunk
 from runtime.memory import MAX_BATCH
 from runtime.runner import Runner, Sampled, tokens_of
 from sampling import SamplingParams

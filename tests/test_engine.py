@@ -11,8 +11,7 @@ from engine import Engine
 from errors import QueueFull
 from model import GPT, FlatBatch
 from pretrained.tokenizers import Tokenizer, byte_tokenizer
-from request import Completion
-from runtime.lone_chunk import lone_chunk
+from request import Completion, lone_chunk
 from sampling import SamplingParams
 from tests.helpers import alone, finish, named, poison, poisoned_cache, run, tiny_model
 

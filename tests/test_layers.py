@@ -5,6 +5,7 @@ annotations alone, counts like any other."""
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from functools import cache
@@ -14,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-LOW = "runtime.files runtime.torchrun runtime.memory runtime.lone_chunk runtime.pieces"
+LOW = "runtime.files runtime.torchrun runtime.memory"
 PLANNING = f"errors request kv_cache bookkeeping scheduler policies {LOW} config"
 CACHE = "errors request kv_cache runtime.memory"
 GEOMETRY = "pretrained.presets pretrained.geometry"
@@ -33,16 +34,15 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "runtime.files": "",
     "runtime.torchrun": "errors",
     "runtime.memory": "errors kv_cache runtime.torchrun pretrained.geometry",
-    "runtime.lone_chunk": "request",
-    "runtime.pieces": "torch",
     "config": "errors kv_cache scheduler policies runtime.memory",
     "pretrained": f"errors request runtime.memory {GEOMETRY} torch",
-    "attention": f"{CACHE} runtime.lone_chunk {GEOMETRY} torch",
-    "model": f"{CACHE} runtime.pieces {GEOMETRY} pretrained attention torch",
+    "attention": f"{CACHE} {GEOMETRY} torch",
+    "model": f"{CACHE} {GEOMETRY} pretrained attention torch",
+    "fast": f"{CACHE} {GEOMETRY} attention model torch",
     "runtime.drawing": "attention torch",
     "sampling": "errors runtime.drawing torch",
     "runtime.text": "errors request pretrained sampling",
-    "runtime": f"errors request kv_cache runtime.memory runtime.lone_chunk {MODEL} torch",
+    "runtime": f"errors request kv_cache runtime.memory {MODEL} torch",
     "engine": f"{PLANNING} {MODEL} runtime.text runtime",
     "parallel": ENGINE,
     "lab.measure": f"{ENGINE} parallel",
@@ -139,6 +139,14 @@ def circle(modules):
 
 def test_imports_point_down():
     assert wrong_imports(MODULES) == []
+
+
+def test_only_one_file_asks_for_fast():
+    """Nothing else names it, so it can be taken away: see test_without_fast.py."""
+    naming = re.compile(r"""[\"']fast[\"']|^ *(import|from) fast\b""", re.MULTILINE)
+    rooms = {room_of(module) for module, source in MODULES.items() if naming.search(source)}
+    assert rooms - {"fast"} == {"runtime"}
+    assert naming.findall(MODULES["runtime.runner"])
 
 
 def test_a_process_learns_its_place_before_slow_imports():

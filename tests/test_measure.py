@@ -9,13 +9,13 @@ from itertools import count
 import pytest
 import torch
 import torch.nn as nn
+from runtime.packed_linear import OneDNNLinear
 
 from lab.measure import machine_info
 from lab.measure import timing as measure
 from model import FlatBatch, GPTConfig
+from request import lone_chunk
 from runtime import dtypes
-from runtime.lone_chunk import lone_chunk
-from runtime.packed_linear import OneDNNLinear
 from runtime.runner import Runner
 from tests.helpers import tiny_model
 

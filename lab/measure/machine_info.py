@@ -15,7 +15,6 @@ import torch
 from lab.measure import timing
 from model import GPT
 from parallel.shard import Shard
-from runtime.packed_linear import count_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,17 +87,18 @@ def measure_machine(
         )
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     flops_per_s = 2 * rows * weights / (products_timing.ms / 1e3)
-    whole_model = model
+    config = model.config
     ranks = None
     if isinstance(model, Shard):  # it has a part of the whole model
-        whole_model = model.whole_model()
+        config = model.whole_config
         ranks = model.ranks
+    plain_model = GPT(config, "meta", seed=None)  # packed weights may have padding
     return RealMachineInfo(
         device=timing.device_name(device),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         model=name,
-        parameters=count_parameters(whole_model),
+        parameters=sum(weights.numel() for weights in plain_model.parameters()),
         dtype=str(model.dtype).removeprefix("torch."),
         compiled=model.compiled,
         flops_per_s=flops_per_s,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from attention.decode_sizes import padded_sizes
+from fast.padding import padded_sizes
 from model import GPT, GPTConfig
-from runtime.lone_chunk import lone_chunk
+from request import lone_chunk
 from runtime.runner import Runner
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.filterwarnings("error:.*without CUDA graphs")]

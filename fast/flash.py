@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention.fallback import check_gpu, probe
-from attention.pages import padded_tables
 from attention.plan import to_device
+from fast.fallback import check_gpu, probe
+from fast.padding import padded_tables
 from kv_cache import KVCache
 from pretrained.geometry import GPTConfig
 from request import Chunk
