@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attention.plan import AttentionPlan, staircase, to_device
-from kv_cache import KVCache, slot_mapping
+from kv_cache import KVCache
 from pretrained.geometry import GPTConfig
 from request import Chunk
 
@@ -51,11 +52,13 @@ class SDPA:
 
     def slots(self, chunk: Chunk, keys: int) -> slice | Tensor:
         """Where the first `keys` keys of a chunk's request are. A slice, if they lie in a row."""
-        slots = slot_mapping(chunk.pages, self.page_size, 0, keys)
-        first = slots[0]
-        if slots == list(range(first, first + keys)):
-            return slice(first, first + keys)
-        return to_device(slots, self.device)
+        pages = chunk.pages[: -(-keys // self.page_size)]
+        first = pages[0]
+        if pages == list(range(first, first + len(pages))):
+            return slice(first * self.page_size, first * self.page_size + keys)
+        first_slots = to_device(pages, self.device)[:, None] * self.page_size
+        slots = first_slots + torch.arange(self.page_size, device=self.device)
+        return slots.flatten()[:keys]
 
     def attend(self, calls: Sequence[Call], q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """The attention of these calls; shapes as in AttentionPlan."""
