@@ -50,7 +50,8 @@ def record(compute: Callable[[], Tensor], stream: Any, pool: Any) -> Recording:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):  # on its device
         compute()  # libraries allocate what they keep, which they cannot while recording
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        # thread_local: what other threads do on CUDA meanwhile does not break the recording
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
             output = compute()
     caller.wait_stream(stream)
     return Recording(graph.replay, output)

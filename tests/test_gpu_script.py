@@ -1,98 +1,116 @@
-"""`.ci/gpu.sh`: steps that are processes, each with a limit, and a folder that says what is done.
+"""`.ci/gpu.sh`: steps that are processes, each with a limit, and a folder that says what has ended.
 
-No GPU is needed: nvidia-smi and Python are pretended."""
+No GPU is needed: Python is pretended."""
 
 import os
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import bench
+from kv_cache import kv_bytes_per_token
+from lab.claims.claims import CLAIMS
+from lab.measure.token_budget import BASE_BATCH, base_context
+from model import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[1]
-PRETENDED_SMI = """#!/bin/bash
-[[ $* == *id=9* ]] && exit 6
-case $* in *memory.total*) echo "$MEBIBYTES";; *driver*) echo 550.1;; *) echo NVIDIA H100;; esac
-"""
 PRETENDED_PYTHON = """#!/bin/bash
+if [ "$1" = -c ]; then
+    [[ $2 == *"$LACKS"* ]] && exit 1
+    [ -z "$3" ] || printf '%s\\n' "NVIDIA H100" "$MEBIBYTES" 2.13.0
+    exit 0
+fi
 { printf '%s\\0' "$@"; echo; } >>"$CALLS"
 [[ $* == *"$SLOW"* ]] && { echo begun; exec sleep 60; }
-[[ $* == *"$FAILS"* ]] && { echo half; echo "error: no memory" >&2; exit 1; }
+[[ $* == *"$FAILS"* ]] && exit 1
 echo a table
 """
-NAMES = [
-    *("tests", "chunk-256", "table-2", "serve", "capacity"),
-    *("batches", "batches-compiled", "paper"),
-]
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A function that runs the script with pretended programs: (status, output, command lines)."""
-    for name, text in (("nvidia-smi", PRETENDED_SMI), ("python", PRETENDED_PYTHON)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    """A function that runs the script: (status, the command lines of its steps)."""
+    python = tmp_path / "python"
+    python.write_text(PRETENDED_PYTHON)
+    python.chmod(0o755)
 
-    def run_script(**environment):
+    def run_script(*paths, **environment):
         calls = tmp_path / "calls"
         calls.write_text("")
         variables = {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "PYTHON": str(tmp_path / "python"),
+            "PYTHON": str(python),
             "CALLS": str(calls),
-            "MEBIBYTES": "81559",
+            "MEBIBYTES": "81037",
+            "LACKS": "nothing",
             "FAILS": "none",
             "SLOW": "none",
             **environment,
         }
-        done = subprocess.run(
-            [ROOT / ".ci/gpu.sh", tmp_path / "out"],
-            env=os.environ | variables,
-            capture_output=True,
-            text=True,
-        )
-        lines = [line.split("\0")[:-1] for line in calls.read_text().split("\n")[:-1]]
-        return done.returncode, done.stdout + done.stderr, lines
+        folder, *tar = paths or ["out"]
+        argv = [ROOT / ".ci/gpu.sh", tmp_path / folder, *(tmp_path / path for path in tar)]
+        status = subprocess.run(argv, env=os.environ | variables, capture_output=True).returncode
+        lines = calls.read_text().split("\n")[:-1]
+        return status, [line.split("\0")[:-1] for line in lines]
 
     return run_script
 
 
-@pytest.mark.parametrize(
-    "mebibytes, preset",
-    [("81559", "llama-13b"), ("24564", "llama3-8b"), ("15360", "gpt2-xl"), ("6000", "llama-160m")],
-)
-def test_every_step_is_a_command_of_the_largest_preset(mebibytes, preset, run, tmp_path):
-    status, output, calls = run(MEBIBYTES=mebibytes)
-    assert status == 0 and len(calls) == len(NAMES)
-    assert {path.stem for path in (tmp_path / "out").glob("*.txt")} == set(NAMES)
-    assert calls[0][:2] == ["-m", "pytest"]
-    assert all((ROOT / path).exists() for path in calls[0][4:])
-    for program, *argv in calls[1:]:
+@cache
+def needed_bytes(preset, max_len):
+    """The weights of a model, and the cache of the iteration that SLOs are multiples of."""
+    config = GPTConfig.preset(preset)
+    weights = GPT(config, device="meta", dtype=torch.bfloat16, seed=None).parameters()
+    weight_bytes = sum(each.numel() * each.itemsize for each in weights)
+    slots = BASE_BATCH * base_context(max_len)
+    return weight_bytes + slots * kv_bytes_per_token(config, torch.bfloat16)
+
+
+@pytest.mark.parametrize("mebibytes", [81037, 40300, 22500, 14900])
+def test_every_step_is_a_command_that_fits_the_gpu(mebibytes, run):
+    status, calls = run(MEBIBYTES=str(mebibytes))
+    assert status == 0
+    claims = []
+    for program, *argv in calls:
+        if argv[0] == "pytest":
+            paths = [word for word in argv if word.endswith(".py")]
+            assert paths and all((ROOT / path).exists() for path in paths)
+            continue
         assert program == "bench.py"
-        assert argv[argv.index("--preset") + 1] == preset
         argv[argv.index("--device") + 1] = "cpu"
+        if "xformers" in argv:
+            argv[argv.index("xformers")] = "sdpa"  # as xformers needs a GPU
         _, options = bench.parse_args(argv)
-        assert options.model.preset == preset
-        assert options.model.compile == ("--compile" in argv)
-    assert options.max_len == (1024 if preset == "gpt2-xl" else 4096) and not options.quick
-    assert output.splitlines()[-1].startswith("look at ")
+        if argv[0] in ("serve", "capacity", "paper"):
+            assert needed_bytes(options.model.preset, options.max_len) < 0.95 * mebibytes * 2**20
+        if argv[0] == "paper":
+            claims += [claim.id for claim in options.claims]
+    assert sorted(claims) == sorted(claim.id for claim in CLAIMS)
 
 
-def test_a_step_that_fails_or_hangs_is_named_and_the_next_run_goes_on(run, tmp_path):
-    status, output, calls = run(FAILS="capacity", SLOW="-rs tests", LIMIT="5")
-    assert status == 1 and len(calls) == len(NAMES)
-    assert "- tests: status 124 after " in output and "- capacity: status 1 after " in output
-    readme = (tmp_path / "out/README.md").read_text()
-    assert readme.startswith("# NVIDIA H100, llama-13b, driver 550.1\n") and "- paper: s" in readme
-    assert (tmp_path / "out/tests.part.txt").read_text() == "begun\n"
-    assert (tmp_path / "out/capacity.log").read_text() == "error: no memory\n"
-    status, _, calls = run()
-    assert status == 0 and [call[1] for call in calls] == ["pytest", "capacity"]
+def test_a_step_that_ended_is_not_run_again(run, tmp_path):
+    status, calls = run(FAILS="capacity", SLOW="-m pytest", LIMIT="1")
+    assert status == 1
+    out = tmp_path / "out"
+    assert (out / "tests.txt").read_text() == (out / "tests-cuda.txt").read_text() == "begun\n"
+    assert (out / "capacity-vllm.txt").read_text() == ""
+    assert (out / "serve.txt").read_text() == "a table\n"
+    assert run() == (0, [])
+    (out / "serve.txt").unlink()
+    assert [call[1] for call in run()[1]] == ["serve"]
+    assert run(PRESET="gpt2") == (2, [])
 
 
-def test_no_gpu_and_a_folder_of_another_preset_are_refused(run):
-    assert run(DEVICE="cuda:9") == (2, "DEVICE=cuda:9: nvidia-smi knows no such GPU\n", [])
-    run()
-    status, output, calls = run(PRESET="gpt2")
-    assert status == 2 and "another machine or preset" in output and not calls
+def test_a_step_without_what_it_needs_is_not_measured(run, tmp_path):
+    _, all_calls = run()
+    status, calls = run("other", LACKS="import xformers")
+    assert (status, len(calls)) == (0, len(all_calls) - 1)
+    assert not any("xformers" in call for call in calls)
+    assert run("third", LACKS="import sys, torch") == (2, [])
+
+
+def test_a_tar_takes_the_results_to_another_machine(run, tmp_path):
+    assert run("here", "results.tar")[1]
+    assert run("there", "results.tar") == (0, [])

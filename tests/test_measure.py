@@ -177,6 +177,7 @@ def test_bandwidth_and_ridge_are_bytes_and_rows(monkeypatch):
     assert (info.torch, info.threads) == (torch.__version__, torch.get_num_threads())
     assert info.parameters == sum(p.numel() for p in model.parameters())
     assert not info.busy
+    assert (info.attention, info.cuda_graphs) == ("Blocks", None)
     monkeypatch.setattr(measure.Probe, "take", lambda self: 0.3)
     assert machine_info.measure_machine(model, "tiny", 16).busy
 

@@ -85,13 +85,14 @@ def claims(monkeypatch):
         replaced.append(replace(claim, function=function))
     monkeypatch.setattr(paper, "CLAIMS", replaced)
 
-    def measure_machine(model, name, rows):
+    def measure_machine(model, name, rows, attention):
         return machine_info(
             device=timing.device_name(model.device),
             torch=torch.__version__,
             model=name,
             dtype=str(getattr(model, "dtype", "float32")).removeprefix("torch."),
             parameters=10,
+            attention=attention,
         )
 
     monkeypatch.setattr(paper, "measure_machine", measure_machine)

@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with TemporaryDirectory() as folder:
         model_options = with_checkpoint(cut, load.seq_len, folder)
         model = load_model(model_options, load.seq_len, positions_from="--seq-len")
-        machine = measure_machine(model, cut.title, options.chunk)
+        machine = measure_machine(model, cut.title, options.chunk, cut.attention)
         print(machine.heading())
         try:
             results = compare_engines(

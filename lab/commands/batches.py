@@ -178,10 +178,11 @@ def main(options: BatchesOptions) -> None:
     sequences = dict(options.batches)
     if options.slo is None:
         model = load_model(options.model, longest(sequences), positions_from="batch-length")
-        machine = measure_machine(model, options.model.title, rows=256)
+        rows = 256
     else:
         model = load_model(options.model, options.max_len, positions_from="--max-len")
-        machine = measure_machine(model, options.model.title, options.whole_tile)
+        rows = options.whole_tile
+    machine = measure_machine(model, options.model.title, rows, options.model.attention)
     print(machine.heading())
     report: dict[str, Any] = {"machine": machine.to_json()}
     with reporting(options, report):

@@ -112,7 +112,7 @@ def main(options: PaperOptions) -> None:
         return
 
     model = load_model(options.model, options.max_len, positions_from="--max-len")
-    machine = measure_machine(model, options.model.name, rows=256)
+    machine = measure_machine(model, options.model.name, 256, options.model.attention)
     machine = replace(machine, model=Path(machine.model).name)  # say nothing of where files lie
     lab = RealLab(model, machine, options.model, size_of(device, options.quick))
     conditions = conditions_of(machine, options.model, lab.size)
@@ -143,7 +143,7 @@ def conditions_of(machine: RealMachineInfo, model: ModelOptions, size: Size) -> 
         "torch": machine.torch,
         "model": machine.model,
         "dtype": machine.dtype,
-        "attention": model.attention,
+        "attention": machine.attention,
         "seed": model.seed,
         "compile": model.compile,
         "quick": size == "quick",  # on a GPU nothing is

@@ -111,7 +111,7 @@ def main(options: PipelineOptions) -> None:
     options = replace(options, model=resolve_model(options.model))  # in all processes
     model = load_model(options.model, options.max_len, positions_from="--max-len")
     assert isinstance(model, Shard)  # there are several processes
-    machine = measure_machine(model, options.model.name, options.chunk)
+    machine = measure_machine(model, options.model.name, options.chunk, options.model.attention)
     config = make_config(options)
     cost = fit_cost(model, config)
     lengths = workload.zipf_lengths(

@@ -70,7 +70,7 @@ class RealMachine:
         self.model = model
         self.make_prompts = make_prompts
         self.base, drift = capacity.measure_base(model, chunk, max_len, attention)
-        info = measure_machine(model, name, chunk)
+        info = measure_machine(model, name, chunk, attention)
         self.micro_batches = 1
         self.notes = ""
         self.info = replace(info, base_busy=drift > timing.BUSY)

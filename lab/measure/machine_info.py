@@ -15,6 +15,9 @@ import torch
 from lab.measure import timing
 from model import GPT
 from parallel.shard import Shard
+from request import lone_chunk
+from runtime.memory import FLASH_PAGE
+from runtime.runner import Runner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +53,29 @@ class RealMachineInfo(MachineInfo):
     busy: bool  # whether the machine was too busy while this was measured
     tp: int | None = None  # None: one process
     pp: int | None = None
+    attention: str | None = None  # the backend that computes it
+    cuda_graphs: bool | None = None  # whether decodes alone are replayed; None: not on CUDA
     base_busy: bool | None = None  # too busy while the base of SLOs was timed; None: was not timed
 
     def heading(self) -> str:
         """The device, and the model that runs on it."""
-        parallel = f", TP {self.tp} x PP {self.pp}" if self.tp else ""
-        compiled = ", compiled" if self.compiled else ""
+        details = f", TP {self.tp} x PP {self.pp}" if self.tp else ""
+        details += ", compiled" if self.compiled else ""
+        details += f", attention: {self.attention}" if self.attention else ""
+        if self.cuda_graphs is not None:
+            details += ", CUDA graphs" if self.cuda_graphs else ", no CUDA graphs"
         return (
             f"{self.device}, threads: {self.threads}, torch {self.torch}\n"
-            f"{self.model}, {self.parameters:,} parameters, {self.dtype}{parallel}{compiled}\n"
+            f"{self.model}, {self.parameters:,} parameters, {self.dtype}{details}\n"
         )
 
 
 def measure_machine(
-    model: GPT, name: str, rows: int, clock: Callable[[], float] = timing.wall_time
+    model: GPT,
+    name: str,
+    rows: int,
+    attention: str = "auto",
+    clock: Callable[[], float] = timing.wall_time,
 ) -> RealMachineInfo:
     """Measure how fast this machine computes the products of `model`, for `rows` tokens at once,
     and how fast it reads memory. `name` is that of the model.
@@ -93,6 +105,7 @@ def measure_machine(
         config = model.whole_config
         ranks = model.ranks
     plain_model = GPT(config, "meta", seed=None)  # packed weights may have padding
+    backend, cuda_graphs = running_attention(model, attention)
     return RealMachineInfo(
         device=timing.device_name(device),
         threads=torch.get_num_threads(),
@@ -107,7 +120,20 @@ def measure_machine(
         busy=drift > timing.BUSY,
         tp=ranks and ranks.tp,
         pp=ranks and ranks.pp,
+        attention=backend,
+        cuda_graphs=cuda_graphs,
     )
+
+
+def running_attention(model: GPT, attention: str) -> tuple[str, bool | None]:
+    """The class of the backend that `attention` makes here, as "auto" takes the fastest that runs,
+    and whether a batch of decodes alone is a CUDA graph; None without CUDA."""
+    runner = Runner(model, 1, FLASH_PAGE, attention=attention)
+    cuda_graphs = False if runner.cache.data.is_cuda else None
+    if cuda_graphs is not None and runner.fast and not isinstance(model, Shard):
+        runner.greedy([lone_chunk([0], 0, [0])])
+        cuda_graphs = bool(runner.graphs.graphs)
+    return type(runner.attention).__name__, cuda_graphs
 
 
 def memory_bandwidth(device: torch.device, clock: Callable[[], float] = timing.wall_time) -> float:

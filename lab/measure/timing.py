@@ -39,6 +39,7 @@ TOO_BUSY = "this machine is too busy to tell"
 PROBE_S = 0.02  # of a probe beside a measurement
 GLANCE_S = 0.01  # of a probe within one, every second
 WAKE_SHARE = 0.25  # of a probe's time, before it counts
+CUDA_WAKE_S = 0.2  # a GPU that was idle raises its clocks in about this time
 LAUNCH_REPEATS = 5
 PAUSE_HZ = 3e9  # no GPU's clock is much faster: a pause of so many cycles takes a second or longer
 
@@ -216,9 +217,10 @@ class Probe:
 
         It is the larger of two shares. One is of the speed, beside the fastest that this process
         has measured. The other, on a CPU, is of the time that the threads could have had: it tells
-        of a load that never went away. Takes `at_least_s` for each, and a part of it to wake the
-        threads up."""
-        self._repeat(self.product, at_least_s * WAKE_SHARE)
+        of a load that never went away. Takes `at_least_s` for each, after a time to wake the
+        device up."""
+        on_cuda = self.device.type == "cuda"
+        self._repeat(self.product, CUDA_WAKE_S if on_cuda else at_least_s * WAKE_SHARE)
         seconds, _ = self._repeat(self.product, at_least_s)
         self.fastest = min(self.fastest, seconds)
         speed = self.fastest / seconds

@@ -175,9 +175,10 @@ def time_base_iteration(runner: Runner, attention: str = "auto") -> Profiled:
     """The decode iteration that SLOs are multiples of."""
     cache = runner.cache
     context = base_context(cache.max_len)
+    pages = BASE_BATCH * -(-context // cache.page_size)
     base_runner = runner
-    if not cache.data.is_cuda:  # on a CPU, pages that decodes share may be read only once
-        pages = BASE_BATCH * -(-context // cache.page_size)
-        base_runner = type(runner)(runner.model, pages, cache.page_size, attention=attention)
+    if cache.pages < pages:  # those that decodes share may be read only once
+        make_runner = type(runner)
+        base_runner = make_runner(runner.model, pages, cache.page_size, cache.max_len, attention)
     [base] = time_iterations(base_runner, [(BASE_BATCH, context, BASE_BATCH)], repeats=5)
     return base

@@ -78,7 +78,7 @@ def capability(major, minor):
     """Pretend that tensors of the CPU are on a GPU of this compute capability."""
     with mock.patch.multiple(
         torch.cuda,
-        get_device_capability=lambda device: (major, minor),
+        get_device_capability=lambda device=None: (major, minor),
         device_of=lambda tensor: contextlib.nullcontext(),
         current_device=lambda: 0,
     ):

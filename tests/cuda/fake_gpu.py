@@ -150,7 +150,7 @@ class FakeGPU(TorchDispatchMode):
     # What is recorded.
 
     @contextlib.contextmanager
-    def capture(self, graph, pool=None, stream=None):
+    def capture(self, graph, pool=None, stream=None, capture_error_mode="global"):
         """As torch.cuda.graph: kernels are not launched but become part of a graph."""
         launched = self.kernels
         self.kernels = graph.kernels
