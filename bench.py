@@ -33,7 +33,7 @@ COMMANDS = {  # name -> (its module, what it does)
     ),
     "serve": (
         "lab.commands.serve",
-        "requests arrive while others run: latencies of all policies, or of another server, --url",
+        "requests arrive while others run: the latencies of all policies",
     ),
     "capacity": ("lab.commands.serve", "the highest rate at which each policy meets an SLO"),
     "explore": (
@@ -53,7 +53,6 @@ COMMANDS = {  # name -> (its module, what it does)
     ),
     "check": ("lab.commands.check", "the first rule that a policy of your own breaks"),
 }
-SERVE_REMOTE = "lab.commands.serve_remote"  # serve with --url: a server elsewhere
 FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offline --chunk 256"
 
 
@@ -75,20 +74,11 @@ def parse_args(argv: Sequence[str]) -> tuple[ModuleType, Any]:
         command.set_defaults(command=name)
     if argv[0] not in COMMANDS:
         parser.parse_args(argv)  # which ends here, after its help or an error
-    module = import_module(module_name(argv))
+    module = import_module(COMMANDS[argv[0]][0])
     command = commands.choices[argv[0]]
     module.add_options(command)
     args = parser.parse_args(argv)
     return module, module.resolve(command, args)
-
-
-def module_name(argv: Sequence[str]) -> str:
-    """The module of the command that `argv` names. `serve --url` has options of its own."""
-    command = argv[0]
-    options = {word.partition("=")[0] for word in argv}
-    if command == "serve" and "--url" in options:
-        return SERVE_REMOTE
-    return COMMANDS[command][0]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,34 +1,94 @@
-"""EngineConfig: all that an engine, real or simulated, is told besides its model.
+"""GPTConfig, the geometry of a model, and EngineConfig, all else that an engine is told.
 
-Read next: engine.py."""
+Plain Python: simulator, exercises and schedule page need both, and no torch. Read next:
+engine.py."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from errors import (
-    INT64_MAX,
-    ArgumentError,
-    QueueFull,
-    check_bool,
-    check_names,
-    check_sizes,
-    check_type,
-    check_whole,
-    set_field,
-)
-from kv_cache import Pages
-from policies import check_options, find_policy, make_scheduler, policy_options
-from policies.pages import make_pages
-from runtime.memory import CUDA_TILE, ModelLike, fill_in
-from scheduler import Scheduler
+from pretrained.presets import PRESETS
 
-MAX_PAGES = 2**28  # they take some gigabytes to count
+GPT_SIZES = ("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "n_inner")
+DERIVED: Any = None  # the default of a field that is computed from others
+
+
+class TooLong(ValueError):  # noqa: N818
+    """A request was rejected because prompt and output together exceed max_len."""
+
+
+class QueueFull(ValueError):  # noqa: N818
+    """A request was rejected because max_waiting others wait."""
+
+
+def check_sizes(config: object, names: tuple[str, ...]) -> None:
+    """Raise ValueError if one of these fields is below 1. None is no size."""
+    for name in names:
+        size = getattr(config, name)
+        if size is not None and size < 1:
+            raise ValueError(f"{name}={size}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """LLaMA 3's scaling of RoPE's frequencies, for contexts longer than trained."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The geometry of a model. Raises ValueError, naming the field, for sizes that do not fit."""
+
+    family: str = "llama"  # RMSNorm, RoPE, SwiGLU; "gpt2": LayerNorm, learned positions, GELU
+    vocab_size: int = 32000
+    n_layer: int = 32
+    n_head: int = 32
+    n_embd: int = 4096
+    n_kv_head: int = DERIVED  # n_head
+    head_dim: int = DERIVED  # n_embd // n_head
+    n_inner: int = DERIVED  # 4 * n_embd
+    max_positions: int = 2048
+    norm_eps: float = 1e-5
+    qkv_bias: bool = False  # GPT-2 has biases everywhere in any case
+    qk_norm: bool = False  # RMSNorm of each head's queries and keys, as Qwen3 has it
+    tie_embeddings: bool = False
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(self, (*GPT_SIZES, "max_positions"))
+        head_dim = self.n_embd // self.n_head
+        derived = {"n_kv_head": self.n_head, "head_dim": head_dim, "n_inner": 4 * self.n_embd}
+        for name, default in derived.items():
+            if getattr(self, name) is DERIVED:
+                object.__setattr__(self, name, default)
+        if self.family not in ("gpt2", "llama"):
+            raise ValueError(f"family={self.family!r}: must be 'gpt2' or 'llama'")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_kv_head={self.n_kv_head}: must divide n_head={self.n_head}")
+        if self.family == "llama" and self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim}: must be even, RoPE rotates pairs")
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """A geometry by name (pretrained/presets.py), some fields changed. Raises ValueError."""
+        if name not in PRESETS:
+            raise ValueError(f"preset={name!r}: must be one of {', '.join(PRESETS)}")
+        return replace(cls(**PRESETS[name]), **changes)
+
+    @property
+    def sizes(self) -> str:
+        """All sizes with their names, as one text."""
+        return ", ".join(f"{name}={getattr(self, name)}" for name in GPT_SIZES)
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All that an engine is told besides its model. Raises ValueError, naming the argument."""
+    """All that an engine is told besides its model. Raises ValueError for a size below 1."""
 
     policy: str = "sarathi-serve"  # a name in ALL_POLICIES, or "my_policy.py:ClassName"
     chunk: int = 256  # C, the chunk size or token budget
@@ -41,84 +101,23 @@ class EngineConfig:
     attention: str = "auto"  # the backend, see attention.make_attention
     policy_options: Mapping[str, Any] = field(default_factory=dict)  # as {"tbt_slo": 0.1}
 
-    def __new__(cls, *args: Any, **fields: Any) -> Self:
-        check_names(cls, fields)
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
-        check_options(self.policy, self.policy_options)
-        set_field(self, "policy_options", dict(self.policy_options))
-        check_type("attention", self.attention, str, "the name of a backend")
-        check_bool("prefix_caching", self.prefix_caching)
-        optional = ("max_batch", "page_size", "pages", "max_waiting")
-        sizes = [name for name in optional if getattr(self, name) is not None]
-        limits = dict.fromkeys(["chunk", *sizes], INT64_MAX)
-        if self.pages is not None:
-            limits["pages"] = MAX_PAGES
-        check_sizes(self, limits)
-        if self.max_len is not None:
-            set_field(self, "max_len", check_whole("max_len", self.max_len, 2))  # prompt, output
-        if self.max_len is None or self.page_size is None:
-            return
-        if self.page_size > self.max_len:
-            raise ValueError(f"page_size={self.page_size}: must be at most max_len={self.max_len}")
-        if self.prefix_caching and self.page_size == self.max_len:
-            below = f"must be below max_len={self.max_len}, for prefix_caching"
-            raise ValueError(f"page_size={self.page_size}: {below}")
+        check_sizes(self, ("chunk", "max_batch", "max_len", "page_size", "pages", "max_waiting"))
 
-    def for_model(self, model: ModelLike) -> Self:
-        """The same with all numbers filled in. Raises ValueError if model or memory forbid it."""
-        sizes = fill_in(
-            model,
-            max_batch=self.max_batch,
-            max_len=self.max_len,
-            page_size=self.page_size,
-            pages=self.pages,
-            prefix_caching=self.prefix_caching,
-        )
-        filled = replace(self, **sizes)
-        return filled.with_tile(CUDA_TILE) if model.device.type == "cuda" else filled
+    @property
+    def cache_sizes(self) -> tuple[int, int, int]:
+        """(pages, page_size, max_len), once runtime.memory.fill_in has filled them in."""
+        assert self.pages and self.page_size and self.max_len
+        return self.pages, self.page_size, self.max_len
 
     def check_fits(self, prompt_len: int, max_new_tokens: int) -> None:
-        """Raise ValueError if such a request could never fit: it would be queued for ever."""
+        """Raise TooLong if such a request could never fit: it would be queued for ever."""
         assert self.max_len
         if prompt_len + max_new_tokens > self.max_len:
             total = f"prompt of {prompt_len} tokens + max_new_tokens={max_new_tokens}"
-            raise ArgumentError(f"{total}: must not exceed max_len={self.max_len}", "prompt")
+            raise TooLong(f"{total}: must not exceed max_len={self.max_len}")
 
     def check_queue(self, waiting: int) -> None:
         """Raise QueueFull if so many requests wait that no other may."""
         if self.max_waiting is not None and waiting >= self.max_waiting:
             raise QueueFull(f"max_waiting={self.max_waiting}: as many requests wait")
-
-    def with_tile(self, tile: int) -> Self:
-        """The same, with the option `tile` for a policy that has it and was not given one."""
-        if "tile" not in policy_options(find_policy(self.policy)):
-            return self
-        return replace(self, policy_options={"tile": tile, **self.policy_options})
-
-    @property
-    def limits(self) -> dict[str, Any]:
-        """The sizes that every Scheduler takes, beside its pages and clock."""
-        return {"chunk": self.chunk, "max_batch": self.max_batch, "max_len": self.max_len}
-
-    @property
-    def cache_sizes(self) -> tuple[int, int, int]:
-        """(pages, page_size, max_len). Only after for_model."""
-        assert self.pages and self.page_size and self.max_len
-        return self.pages, self.page_size, self.max_len
-
-    def pages_of(self, parts: int = 1) -> Pages:
-        """The Pages of one of `parts` equal parts of the cache, all free. Only after for_model."""
-        total, page_size, max_len = self.cache_sizes
-        pages = make_pages(total // parts, page_size, self.prefix_caching)
-        needed = pages.needed(max_len)
-        if pages.total < needed:
-            takes = f"a request of max_len={max_len} takes {needed} pages"
-            raise ValueError(f"pages={pages.total}: {takes} of page_size={page_size}")
-        return pages
-
-    def scheduler(self, clock: Callable[[], float], parts: int = 1) -> Scheduler:
-        """A scheduler of this policy, with one of `parts` equal parts of the cache."""
-        options = {**self.limits, **self.policy_options}
-        return make_scheduler(self.policy, self.pages_of(parts), clock=clock, **options)

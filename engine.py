@@ -23,14 +23,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from config import EngineConfig
-from errors import check_bool, check_number, check_type, check_whole
+from config import EngineConfig, QueueFull, TooLong  # noqa: F401
 from model import GPT, FlatBatch
+from policies import scheduler_of, with_tile
 from policies.observers import Iteration
 from policies.priority import make_service
-from request import Batch, Completion, Event, Request
+from request import Batch, Event, Request
+from runtime.memory import CUDA_TILE, fill_in
 from runtime.runner import Runner
-from runtime.text import Prompt, Text, Tokenizer, params_of_each
+from runtime.text import Prompt, Text, Tokenizer
 from sampling import SamplingParams
 from scheduler import Scheduler
 
@@ -92,29 +93,23 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         **fields: Any,
     ) -> None:
-        check_type("model", model, GPT, "a model.GPT")
-        check_type("config", config, EngineConfig | None, "an EngineConfig")
-        check_type("clock", clock, Callable, "a function that returns seconds")
         self.text = Text(tokenizer)
-        if config is None:
-            config = EngineConfig(**fields)
-        elif fields:
-            raise TypeError(f"{', '.join(fields)}: give these to the EngineConfig")
-        self.config = config = config.for_model(model)
-        self.clock = lambda: check_number("clock()", clock(), "a finite number of seconds")
+        self.clock = clock
+        config = fill_in(config or EngineConfig(**fields), model)
+        self.config = with_tile(config, CUDA_TILE) if model.device.type == "cuda" else config
         self.scheduler = self.make_scheduler()
-        self.runner = self.make_runner(model, config)
+        self.runner = self.make_runner(model)
         self.last_iteration: Iteration | None = None
         self._next_id = 0
         self._serving = False  # True: generate or stream computes, or was broken off
 
     def make_scheduler(self) -> Scheduler:
         """The scheduler, the first one if there are several."""
-        return self.config.scheduler(self.clock)
+        return scheduler_of(self.config, self.clock)
 
-    def make_runner(self, model: GPT, config: EngineConfig) -> Runner:
+    def make_runner(self, model: GPT) -> Runner:
         """The runner of the model: this is where memory is taken."""
-        return Runner(model, *config.cache_sizes, config.attention)
+        return Runner(model, *self.config.cache_sizes, self.config.attention)
 
     @property
     def schedulers(self) -> Sequence[Scheduler]:
@@ -142,19 +137,16 @@ class Engine:
         no sense or can never run, QueueFull if max_waiting requests wait; then nothing changes."""
         params = SamplingParams() if params is None else params
         tokens = self._encode(prompt, params)
-        if request_id is None:
-            request_id = self._next_id
-        else:
-            request_id = check_whole("request_id", request_id, minimum=0)
-            if request_id in self.scheduler.requests:
-                raise ValueError(f"request_id={request_id}: is the id of another request")
+        request_id = self._next_id if request_id is None else request_id
+        if request_id in self.scheduler.requests:
+            raise ValueError(f"request_id={request_id}: is the id of another request")
         arrival = self.clock() if arrival is None else arrival
         request = Request(
             id=request_id,
             tokens=tokens,
             prompt_len=len(tokens),
             max_new_tokens=params.max_new_tokens,
-            arrival=check_number("arrival", arrival, "a finite number of seconds"),
+            arrival=arrival,
             stop=self.text.stop_token_ids.union(params.stop_token_ids),
             params=params,
             service=make_service(**service),
@@ -167,15 +159,16 @@ class Engine:
 
     def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The prompt as a checked list of token ids."""
-        check_type("params", params, SamplingParams, "SamplingParams")
         tokens = self.text.encode(prompt, params.stop, self.runner.model.config.vocab_size)
         self.config.check_fits(len(tokens), params.max_new_tokens)
         return tokens
 
-    def abort(self, request_id: int) -> Completion:
-        """End a request at once, return its Completion. Raises KeyError if there is none."""
+    def abort(self, request_id: int) -> Request:
+        """End a request at once, and return it. Raises KeyError if there is none."""
         with no_interrupt():
-            return self.text.complete(self.scheduler.abort(request_id))
+            request = self.scheduler.abort(request_id)
+            self.text.write(request)
+        return request
 
     def step(self) -> list[Event]:
         """Run one iteration and return an Event for each new token; [] if there is nothing to do.
@@ -204,8 +197,9 @@ class Engine:
         for request, token in scheduler.advance(batch, tokens, now):
             if request.finish_reason != "stop" and self.text.has_stop(request):
                 scheduler.finish(request, "stop")  # even if its length is reached as well
-            completion = self.text.complete(request) if request.finish_reason else None
-            events.append(Event.of(request, token, completion))
+            if request.finish_reason:
+                self.text.write(request)
+            events.append(Event.of(request, token))
         return events
 
     def generate(
@@ -213,24 +207,23 @@ class Engine:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
-    ) -> list[Completion]:
-        """Complete all prompts and return their Completions, in order.
+    ) -> list[Request]:
+        """Complete all prompts and return their Requests, in order.
 
         `params` is one SamplingParams, or one for each. `progress` shows a bar on a terminal.
         Raises what `add_request` raises, before anything is computed, and ValueError while other
         requests run. After any exception none of these requests is left."""
-        check_bool("progress", progress)
-        completions: list[Completion] = []
-        requests = self._encode_all(prompts, params)
+        done: list[Request] = []
+        encoded = self._encode_all(prompts, params)
         shows_bar = progress and sys.stderr and sys.stderr.isatty()
-        with tqdm(total=len(requests), desc="requests") if shows_bar else nullcontext() as bar:
-            for event in self._serve(requests):
-                if event.completion is None:
+        with tqdm(total=len(encoded), desc="requests") if shows_bar else nullcontext() as bar:
+            for event in self._serve(encoded):
+                if event.finish_reason is None:
                     continue
-                completions.append(event.completion)
+                done.append(event.request)
                 if bar is not None:
                     bar.update()
-        return sorted(completions, key=lambda completion: completion.request_id)
+        return sorted(done, key=lambda request: request.id)
 
     def stream(
         self,
@@ -240,9 +233,7 @@ class Engine:
         """As `generate`, but yields the Event of each token as it appears, with its text.
 
         If the iterator is given up before its end, no request is left behind."""
-        requests = self._encode_all(prompts, params)
-        by_id = dict(enumerate(requests, self._next_id))
-        yield from self.text.add_to(self._serve(requests), by_id)
+        yield from self.text.add_to(self._serve(self._encode_all(prompts, params)))
 
     def _encode_all(self, prompts: Any, params: Any) -> list[tuple[list[int], SamplingParams]]:
         """The checked prompts with their params. Raises ValueError while other requests run."""
@@ -250,13 +241,15 @@ class Engine:
             self.reset()
         if self.has_work:
             raise ValueError("generate: other requests are running: step(), abort() or reset()")
-        pairs = params_of_each(prompts, params)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        pairs = zip(prompts, params, strict=True)
         return [(self._encode(prompt, each), each) for prompt, each in pairs]
 
     def _serve(self, requests: Sequence[tuple[list[int], SamplingParams]]) -> Iterator[Event]:
         """Serve these requests. If it is given up, they are aborted; other exceptions reset all."""
         ids: list[int] = []
-        self._serving = True  # and this is still so, if two Ctrl-C in a row prevent the reset
+        self._serving = True  # and still so, if two Ctrl-C in a row prevent the reset
         try:
             for prompt, params in requests:
                 ids.append(self.add_request(prompt, params))
@@ -265,6 +258,7 @@ class Engine:
                 events = self.step()
                 self._serving = False
                 yield from events
+            self._serving = False
         except GeneratorExit:
             for request_id in self.scheduler.requests.keys() & ids:
                 self.abort(request_id)
@@ -278,16 +272,13 @@ class Engine:
         so that page faults and compilations are over. Raises ValueError while requests run."""
         if self.has_work:
             raise ValueError("warm_up: requests are running: step(), abort() or reset()")
-        max_batch = self.scheduler.max_batch
-        self.runner.warm_up(max_batch)
+        self.runner.warm_up(self.scheduler.max_batch)
         self.reset()  # what the cache held is lost
         pages, _, max_len = self.config.cache_sizes
-        max_output = max_len - 1
-        long_prompt = [0] * max(1, max_output - 1)
-        self.generate([long_prompt], SamplingParams(min(2, max_output)), progress=False)
-        count = min(max_batch, pages, self.config.max_waiting or max_batch)  # each has a page
-        params = [SamplingParams(min(n + 2, max_output)) for n in range(count)]
-        self.generate([[0]] * count, params, progress=False)
+        count = min(self.scheduler.max_batch, pages, self.config.max_waiting or pages)
+        for prompts in ([[0] * max(1, max_len - 2)], [[0]] * count):  # each has a page
+            lengths = [min(n + 2, max_len - len(prompt)) for n, prompt in enumerate(prompts)]
+            self.generate(prompts, list(map(SamplingParams, lengths)), progress=False)
         self.reset()  # none of this is found later
         self._next_id = 0
 

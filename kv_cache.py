@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # a scheduler needs Pages, and no torch
     import torch
     from torch import Tensor
 
-    from pretrained.geometry import GPTConfig
+    from config import GPTConfig
     from request import Request
 
 
@@ -121,10 +121,9 @@ class Pages:
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
-        """Take the pages out of one block table. Raises RuntimeError if one of them is in none."""
+        """Take the pages out of one block table."""
         for page in reversed(pages):
-            if not self.ref_counts[page]:
-                raise RuntimeError(f"page {page} was freed but is not owned")
+            assert self.ref_counts[page], f"{page = } was freed, and is in no block table"
             self.ref_counts[page] -= 1
             if not self.ref_counts[page]:
                 self.num_free += 1

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.plan import AttentionBackend, AttentionPlan, to_device
+from config import GPTConfig
 from kv_cache import KVCache, slot_mapping
 from pretrained import checkpoints
-from pretrained.geometry import GPTConfig
 from pretrained.random_weights import init_weights
 from request import Chunk
 

@@ -1,8 +1,8 @@
-"""What flows: a Request becomes Chunks, a Batch, Events and a Completion. Plain Python.
+"""What flows: a Request becomes Chunks, a Batch and Events. Plain Python.
 
 A request is a list of tokens and one counter, and a batch is a list of chunks. A whole prefill is a
-chunk that covers the prompt. A decode is a chunk of length 1. Completion and Event are what an
-engine returns: they can wait. Read next: scheduler.py."""
+chunk that covers the prompt. A decode is a chunk of length 1. An engine returns Events, and each
+Request that has ended. Read next: scheduler.py."""
 
 import operator
 import sys
@@ -24,7 +24,7 @@ class Service:
     user: str = ""  # who asks
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, slots=True)
 class Request:
     """A prompt, and the output that is generated after it.
 
@@ -48,10 +48,12 @@ class Request:
     scheduled: float | None = None  # when it was first admitted
     token_times: list[float] = field(default_factory=list)  # when each output token was known
     logprobs: list[float] = field(default_factory=list)  # of the output tokens, if asked for
-    finish_reason: str | None = None  # "stop", "length" or "abort"
+    finish_reason: str | None = None  # "stop" (a token or a string), "length" or "abort"
+    text: str | None = None  # of the output, without what ended it, if there is a tokenizer
     preemptions: int = 0  # how often it lost its pages
     recomputed_tokens: int = 0  # computed tokens that it lost with them, in all
     cached_tokens: int = 0  # tokens that it found in the cache when it was admitted, in all
+    page_hashes: list[bytes] = field(default_factory=list)  # of its full pages, see policies/pages
 
     @property
     def is_decoding(self) -> bool:
@@ -62,6 +64,38 @@ class Request:
 
         After a preemption num_computed is 0, and the same tokens are prefilled again."""
         return self.num_computed + 1 == len(self.tokens) > self.prompt_len
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens that it came with."""
+        return self.tokens[: self.prompt_len]
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens that were generated so far, a stop token too."""
+        return self.tokens[self.prompt_len :]
+
+    # Sarathi-Serve §2.4, in seconds.
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token: from arrival to the first output token. None if there was none."""
+        return self.token_times[0] - self.arrival if self.token_times else None
+
+    @property
+    def tbt(self) -> list[float]:
+        """Times between tokens: the gaps between consecutive output tokens."""
+        return [later - earlier for earlier, later in pairwise(self.token_times)]
+
+    @property
+    def scheduling_delay(self) -> float | None:
+        """From arrival to first being scheduled. None if it never was."""
+        return None if self.scheduled is None else self.scheduled - self.arrival
+
+    @property
+    def latency(self) -> float | None:
+        """From arrival to the last output token, end to end. None if there was none."""
+        return self.token_times[-1] - self.arrival if self.token_times else None
 
 
 class Chunk(NamedTuple):
@@ -137,85 +171,20 @@ class Batch(list[Chunk]):
         self.left -= len(requests)
 
 
-@dataclass
-class Completion:
-    """The result of a request (Sarathi-Serve §2.4). Times are in seconds, on the engine's clock.
-
-    `tokens` is the output with its stop token, `text` is the output without it. `finish_reason` is
-    "stop" (a stop token or string came), "length" (max_new_tokens reached), "abort", or "error":
-    the tokenizer failed, there is no text, and `error` says why."""
-
-    request_id: int
-    prompt: Sequence[int]
-    arrival: float
-    priority: int = 2
-    tokens: list[int] = field(default_factory=list)
-    text: str | None = None
-    logprobs: list[float] | None = None
-    finish_reason: str | None = None
-    scheduled: float | None = None  # when it was first admitted
-    token_times: list[float] = field(default_factory=list)  # when each output token was known
-    preemptions: int = 0
-    recomputed_tokens: int = 0  # lost with its pages; some are found in the cache again
-    cached_tokens: int = 0  # found in the cache and not computed, after preemptions too
-    error: str | None = None
-
-    @classmethod
-    def of(cls, request: Request) -> Self:
-        """The completion of a Request that has ended."""
-        output = request.tokens[request.prompt_len :]
-        params = request.params
-        return cls(
-            request_id=request.id,
-            prompt=request.tokens[: request.prompt_len],
-            arrival=request.arrival,
-            priority=request.service.priority,
-            tokens=output,
-            logprobs=request.logprobs[: len(output)] if params and params.logprobs else None,
-            finish_reason=request.finish_reason,
-            scheduled=request.scheduled,
-            token_times=request.token_times[: len(output)],
-            preemptions=request.preemptions,
-            recomputed_tokens=request.recomputed_tokens,
-            cached_tokens=request.cached_tokens,
-        )
-
-    @property
-    def ttft(self) -> float | None:
-        """Time to first token: from arrival to the first output token. None if there was none."""
-        return self.token_times[0] - self.arrival if self.token_times else None
-
-    @property
-    def tbt(self) -> list[float]:
-        """Times between tokens: the gaps between consecutive output tokens."""
-        return [later - earlier for earlier, later in pairwise(self.token_times)]
-
-    @property
-    def scheduling_delay(self) -> float | None:
-        """From arrival to first being scheduled. None if it never was."""
-        return None if self.scheduled is None else self.scheduled - self.arrival
-
-    @property
-    def latency(self) -> float | None:
-        """From arrival to the last output token, end to end. None if there was none."""
-        return self.token_times[-1] - self.arrival if self.token_times else None
-
-
 class Event(NamedTuple):
-    """A new token of a request; with the last one, its `finish_reason` and `completion`.
+    """A new token of a request, and with its last one the reason why that is the last.
 
-    `text` is the text that the token completes. Only Engine.stream fills it in."""
+    Then `request` has all of its output, its text and its times. `text` is the text that this token
+    completes. Only Engine.stream fills it in."""
 
-    request_id: int
+    request: Request
     token: int
-    logprob: float | None
-    finish_reason: str | None
-    completion: Completion | None
+    logprob: float | None = None
+    finish_reason: str | None = None
     text: str = ""
 
     @classmethod
-    def of(cls, request: Request, token: int, completion: Completion | None) -> Self:
-        """The event of a request's new token."""
+    def of(cls, request: Request, token: int) -> Self:
+        """The event of a request's newest token."""
         logprob = request.logprobs[-1] if request.logprobs else None
-        reason = completion.finish_reason if completion else None
-        return cls(request.id, token, logprob, reason, completion)
+        return cls(request, token, logprob, request.finish_reason)

@@ -67,12 +67,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not are_several:
         print(texts[0], end="", flush=True)
     for event in engine.stream(prompts, params):
-        error = event.completion.error if event.completion else None
         if are_several:
-            texts[event.request_id] += event.text or error or ""
+            texts[event.request.id] += event.text
             columns.draw(texts)
-        elif error:
-            raise ValueError(error)
         else:
             print(event.text, end="", flush=True)
     if not are_several:

@@ -6,33 +6,22 @@ step was repeated, as far as rounding leaves its logits alone. Read next: config
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from errors import (
-    SMALLEST,
-    check_bool,
-    check_names,
-    check_number,
-    check_texts,
-    check_token_ids,
-    check_whole,
-    set_field,
-)
 from runtime.drawing import draw
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue a prompt. Raises ValueError, naming the argument, for senseless values.
+    """How to continue a prompt. Raises ValueError, naming the field, for a number out of range.
 
     max_new_tokens   the most tokens to generate
     temperature      0 takes the likeliest token; otherwise logits are divided by it
     top_k            sample from the k likeliest tokens; 0 for all
     top_p            sample from the fewest likeliest tokens that make up top_p; 1 for all
-    seed             the random stream: with one seed, a prompt is continued in one way
+    seed             of the noise: with one seed, a prompt is continued in one way
     stop_token_ids   generation ends with any of these, which is then the last token returned
     stop             generation ends when the text holds any of these; it is cut before that
     logprobs         whether to return those of the chosen tokens, before temperature and top_*"""
@@ -42,25 +31,23 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     stop: str | Sequence[str] = ()
     logprobs: bool = False
 
-    def __new__(cls, *args: Any, **fields: Any) -> Self:
-        check_names(cls, fields)
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
-        for name, minimum in (("max_new_tokens", 1), ("top_k", 0), ("seed", -(2**63))):
-            set_field(self, name, check_whole(name, getattr(self, name), minimum))
-        greedy_or = "0 (greedy) or a positive number"
-        temperature = check_number("temperature", self.temperature, greedy_or, minimum=0)
-        top_p = check_number("top_p", self.top_p, "in (0, 1]", SMALLEST, maximum=1)
-        set_field(self, "temperature", temperature)
-        set_field(self, "top_p", top_p)
-        set_field(self, "stop_token_ids", check_token_ids("stop_token_ids", self.stop_token_ids))
-        set_field(self, "stop", check_texts("stop", self.stop))
-        check_bool("logprobs", self.logprobs)
+        allowed = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (0 <= self.temperature < float("inf"), "at least 0 and finite"),
+            "top_k": (self.top_k >= 0, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "seed": (-(2**63) <= self.seed < 2**63, "of 64 bits"),
+        }
+        for name, (is_allowed, values) in allowed.items():
+            if not is_allowed:
+                raise ValueError(f"{name}={getattr(self, name)}: must be {values}")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
 
 
 def sample(

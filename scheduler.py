@@ -12,7 +12,6 @@ import math
 from typing import Any
 
 from bookkeeping import Admission, Bookkeeping  # noqa: F401
-from errors import check_whole
 from request import Batch, Chunk, Request  # noqa: F401
 
 
@@ -138,7 +137,6 @@ class Sarathi(Scheduler):
 
     def __init__(self, *args: Any, tile: int = 1, **options: Any) -> None:
         super().__init__(*args, **options)
-        tile = check_whole("tile", tile, minimum=1)
         self.budget = self.chunk // tile * tile or self.chunk
 
     def schedule(self) -> Batch:

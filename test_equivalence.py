@@ -219,7 +219,7 @@ def test_greedy_tokens_are_the_same_under_every_policy_and_alone(
     monkeypatch.setattr(GPT, "forward", lambda *args: poison(engine) or forward(*args))
     prompts, params, expected = requests
     completions = engine.generate(prompts, params, progress=False)
-    assert [c.tokens for c in completions] == expected
+    assert [c.output for c in completions] == expected
 
 
 @pytest.mark.parametrize("schedule", [nano.request_level, nano.orca, nano.vllm, nano.sarathi_serve])
@@ -280,7 +280,7 @@ def served(engine, requests):
         batches.append([(chunk.request.id, chunk.start, chunk.length) for chunk in batch])
         now += max(1, -(-sum(chunk.length for chunk in batch) // 8))
         for event in engine.step():
-            outputs[event.request_id].append(event.token)
+            outputs[event.request.id].append(event.token)
     return batches, outputs
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.plan import AttentionPlan, staircase, to_device
+from config import GPTConfig
 from kv_cache import KVCache
-from pretrained.geometry import GPTConfig
 from request import Chunk
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from errors import one_line
 from runtime.torchrun import find_place
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -123,7 +122,7 @@ def _null_stream() -> TextIOWrapper:
 
 def explain(error: BaseException) -> int | str | None:
     """The exit status, or the message, for an error that a user can cause; None for others."""
-    from policies.custom import PolicyError, where_it_failed
+    from policies.custom import PolicyError, one_line, where_it_failed
 
     if isinstance(error, KeyboardInterrupt):
         return 130

@@ -25,9 +25,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from errors import one_line
 from policies import ALL_POLICIES, find_policy
-from policies.custom import where_it_failed
+from policies.custom import one_line, where_it_failed
 from runtime.files import new_file
 
 MAX_WHOLE = 10**15  # torch can count so far

@@ -11,7 +11,7 @@ model = GPT(GPTConfig.preset("llama-tiny"))  # random weights; or GPT.from_pretr
 engine = Engine(model, policy="sarathi-serve", chunk=64, max_batch=4, max_len=512)
 
 prompts = [[1, 2, 3], [4] * 100, [5, 6] * 150]  # token ids; text needs a tokenizer
-for completion in engine.generate(prompts, SamplingParams(max_new_tokens=8, temperature=0.0)):
-    head = f"request {completion.request_id}, a prompt of {len(completion.prompt)} tokens"
-    print(f"{head}: {completion.tokens}")
-    print(f"  first token after {completion.ttft:.3f} s, longest gap {max(completion.tbt):.3f} s")
+for request in engine.generate(prompts, SamplingParams(max_new_tokens=8, temperature=0.0)):
+    head = f"request {request.id}, a prompt of {request.prompt_len} tokens"
+    print(f"{head}: {request.output}")
+    print(f"  first token after {request.ttft:.3f} s, longest gap {max(request.tbt):.3f} s")

@@ -20,5 +20,5 @@ engine.add_request([4] * 300, SamplingParams(max_new_tokens=4))
 while engine.has_work:
     for event in engine.step():
         print(
-            f"request {event.request_id}: token {event.token}, {event.finish_reason or 'goes on'}"
+            f"request {event.request.id}: token {event.token}, {event.finish_reason or 'goes on'}"
         )

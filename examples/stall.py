@@ -15,7 +15,7 @@ from model import GPT
 from pretrained.checkpoints import find
 from pretrained.streams import TextStream
 from pretrained.tokenizers import Tokenizer, load_chat, load_tokenizer
-from request import Completion
+from request import Request
 from sampling import SamplingParams
 
 QUESTIONS = ["Why is the sky blue?", "How do bicycles stay upright?", "What is a black hole?"]
@@ -24,7 +24,7 @@ LATE = "(README.md goes on)"
 PARAMS = SamplingParams(max_new_tokens=400, temperature=0.0)
 
 
-def write(engine: Engine, prompts: list[list[int]], tokenizer: Tokenizer) -> list[Completion]:
+def write(engine: Engine, prompts: list[list[int]], tokenizer: Tokenizer) -> list[Request]:
     """Write all answers until they have 56 tokens and the last, whose prompt arrives late, 8."""
     columns = Columns([*QUESTIONS, LATE])
     ids = [engine.add_request(prompt, PARAMS) for prompt in prompts[:-1]]
@@ -33,23 +33,23 @@ def write(engine: Engine, prompts: list[list[int]], tokenizer: Tokenizer) -> lis
         if len(ids) < len(prompts) and len(outputs[0]) > 12:  # all run
             ids.append(engine.add_request(prompts[-1], PARAMS))
         for event in engine.step():
-            outputs[ids.index(event.request_id)].append(event.token)
+            outputs[ids.index(event.request.id)].append(event.token)
         columns.draw([tokenizer.decode(output) for output in outputs])
     columns.finish([tokenizer.decode(output) for output in outputs])
     return [engine.abort(request_id) for request_id in ids]
 
 
-def terminal(completions: list[Completion], tokenizer: Tokenizer) -> Terminal:
+def terminal(completions: list[Request], tokenizer: Tokenizer) -> Terminal:
     """What is drawn of a policy's answers, the last of which came late."""
     start = completions[0].arrival
     answers = []
     for question, completion in zip(QUESTIONS, completions[:-1], strict=True):
         stream = TextStream(tokenizer)
         times = [time - start for time in completion.token_times]
-        texts = [stream.push(token) for token in completion.tokens]
+        texts = [stream.push(token) for token in completion.output]
         answers.append(Answer(question, list(map(Word, times, texts))))
     late = completions[-1]
-    name = f"a prompt of {len(late.prompt):,} tokens arrives"
+    name = f"a prompt of {late.prompt_len:,} tokens arrives"
     return Terminal(answers, LatePrompt(name, late.arrival - start, late.token_times[0] - start))
 
 

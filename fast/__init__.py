@@ -26,6 +26,7 @@ import torch
 from tqdm import tqdm
 
 from attention.plan import AttentionBackend
+from config import GPTConfig
 from fast.cpu_blocks import Blocks
 from fast.cpu_matmul import Matmul
 from fast.cuda_graphs import DecodeGraphs as DecodeGraphs
@@ -37,7 +38,6 @@ from fast.padding import padded_sizes
 from fast.xformers import XFormers
 from kv_cache import KVCache
 from model import GPT
-from pretrained.geometry import GPTConfig
 from request import Chunk, lone_chunk
 
 BY_MATMUL = (torch.bfloat16,)  # on a CPU; the scores of float16 could overflow

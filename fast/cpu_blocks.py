@@ -8,8 +8,8 @@ import torch
 
 from attention.plan import AttentionPlan
 from attention.sdpa import SDPA
+from config import GPTConfig
 from kv_cache import KVCache
-from pretrained.geometry import GPTConfig
 from request import Chunk
 
 QUERY_BLOCK = 128

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from attention.plan import AttentionPlan, staircase
 from attention.sdpa import SDPA, read
+from config import GPTConfig
 from fast.cpu_blocks import QUERY_BLOCK, blocks_of
 from kv_cache import KVCache
-from pretrained.geometry import GPTConfig
 from request import Chunk
 
 KEY_BLOCK = 64  # oneDNN compiles a kernel for each shape: keys are read in whole blocks,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from attention.plan import AttentionBackend
+from config import GPTConfig
 from kv_cache import KVCache
-from pretrained.geometry import GPTConfig
 from request import lone_chunk
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from attention.plan import to_device
+from config import GPTConfig
 from fast.fallback import check_gpu, probe
 from fast.padding import padded_tables
 from kv_cache import KVCache
-from pretrained.geometry import GPTConfig
 from request import Chunk
 from runtime.memory import FLASH_PAGE
 

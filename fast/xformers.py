@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.plan import AttentionPlan, to_device
+from config import GPTConfig
 from fast.fallback import check_gpu, probe
 from fast.padding import padded_size, padded_tables
 from kv_cache import KVCache, slot_mapping
-from pretrained.geometry import GPTConfig
 from request import Chunk, lone_chunk
 
 CPU = torch.device("cpu")

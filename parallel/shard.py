@@ -17,10 +17,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from config import GPTConfig
 from model import GPT, FlatBatch
 from parallel.ranks import Ranks
 from pretrained.checkpoints import load_weights
-from pretrained.geometry import GPTConfig
 from pretrained.random_weights import init_weight
 from pretrained.sharding import Slices, local_config, slices_of, views
 

@@ -21,11 +21,12 @@ from engine import Engine, no_interrupt
 from model import FlatBatch
 from parallel.ranks import Ranks
 from parallel.shard import Shard
+from policies import scheduler_of
 from policies.micro_batches import MicroBatches, StageTime
 from policies.observers import Iteration
 from pretrained.tokenizers import Tokenizer
 from request import Batch, Chunk, Event, lone_chunk
-from runtime.memory import MAX_BATCH
+from runtime.memory import MAX_BATCH, fill_in
 from runtime.runner import Runner, Sampled, tokens_of
 from sampling import SamplingParams
 from scheduler import Scheduler
@@ -92,7 +93,7 @@ class Stage:
 
     def available_pages(self, config: EngineConfig) -> int:
         """How many pages a cache has under this config. Raises ValueError if it does not fit."""
-        pages = config.for_model(self.model).pages
+        pages = fill_in(config, self.model).pages
         assert pages is not None
         return pages
 
@@ -243,13 +244,13 @@ class ParallelEngine(Engine):
     def make_scheduler(self) -> Scheduler:
         """The first of all micro-batches' schedulers. All of them take from one queue."""
         pp = self.ranks.pp
-        schedulers = [self.config.scheduler(self.clock, pp) for _ in range(pp)]
+        schedulers = [scheduler_of(self.config, self.clock, pp) for _ in range(pp)]
         self.micro_batches = MicroBatches(schedulers, pp)
         return schedulers[0]
 
-    def make_runner(self, model: Any, config: EngineConfig) -> Runner:
+    def make_runner(self, model: Any) -> Runner:
         """The runners of all ranks."""
-        return ParallelRunner(model, *config.cache_sizes, config.attention)
+        return ParallelRunner(model, *self.config.cache_sizes, self.config.attention)
 
     @property
     def in_flight(self) -> bool:
@@ -272,7 +273,6 @@ class ParallelEngine(Engine):
         if not self.flights:
             return []
         number, flight = next(iter(self.flights.items()))
-        self.ranks.wait_for_replies(flight.command, self.ranks.pp)
         with no_interrupt():
             return self._land(number, flight)
 

@@ -6,16 +6,17 @@
 Plain Python, like scheduler.py. Read next: dynamic.py, priority.py; today.py, what today's engines
 decide."""
 
-import time
-from collections.abc import Callable, Mapping
-from inspect import getfullargspec, signature
+from collections.abc import Callable
+from dataclasses import replace
+from inspect import getfullargspec
 from typing import Any
 
-from errors import check_type, shorten
+from config import EngineConfig
 from kv_cache import Pages
 from policies import ablations, dynamic, priority, remedies, today  # noqa: F401 (enter policies)
 from policies.cards import CARDS
 from policies.custom import MissingPolicyError, PolicyError, guard, guarded, load_policy
+from policies.pages import make_pages
 from scheduler import Scheduler
 
 ALL_POLICIES = {name: card.cls for name, card in CARDS.items()}
@@ -28,17 +29,16 @@ def find_policy(name: str) -> type[Scheduler]:
     """The class of a policy: a name in ALL_POLICIES, or "path/to/file.py:ClassName".
 
     Raises ValueError if there is no such policy. An error in the file passes through."""
-    allowed = f"one of {', '.join(POLICIES)}, FILE.py:Class, or in policies/today.py"
-    check_type("policy", name, str, allowed)
     if name in ALL_POLICIES:
         return ALL_POLICIES[name]
     file, _, class_name = name.rpartition(":")
     if not file.endswith(".py"):
-        raise ValueError(f"policy={shorten(name)}: must be {allowed}")
+        allowed = f"one of {', '.join(POLICIES)}, FILE.py:Class, or in policies/today.py"
+        raise ValueError(f"policy={name!r}: must be {allowed}")
     try:
         return load_policy(file, class_name)
     except MissingPolicyError as error:
-        raise ValueError(f"policy={shorten(name)}: {error}") from None
+        raise ValueError(f"policy={name!r}: {error}") from None
 
 
 def policy_options(policy: type[Scheduler]) -> set[str]:
@@ -46,30 +46,9 @@ def policy_options(policy: type[Scheduler]) -> set[str]:
     return {name for cls in policy.__mro__ for name in getfullargspec(cls.__init__).kwonlyargs}
 
 
-def check_options(policy: str, options: Mapping[str, Any], arguments: tuple[str, ...] = ()) -> None:
-    """Raise ValueError unless `options` are options of this policy, by their names.
-
-    `arguments` are those that all policies have, and that are allowed, too."""
-    check_type("policy_options", options, Mapping, "a dict from names to values")
-    allowed = {*policy_options(find_policy(policy)), *arguments}
-    for option, value in options.items():
-        if option not in allowed:
-            reason = f"policy {policy!r} has no such option, only {sorted(allowed)}"
-            raise ValueError(f"{option}={shorten(value)}: {reason}")
-
-
 def make_scheduler(policy: str, pages: Pages, **options: Any) -> Scheduler:
-    """A scheduler of the policy `policy`. Raises ValueError for an unknown policy or option."""
+    """A scheduler of the policy `policy`. Raises ValueError for an unknown one."""
     cls = find_policy(policy)
-    check_options(policy, options, ("chunk", "max_batch", "max_len", "clock"))
-    try:
-        signature(cls).bind(pages, **options)
-    except TypeError as error:
-        reason = f"its __init__ must take pages and {list(options)}: {error}"
-        raise ValueError(f"policy={policy!r}: cannot be made: {reason}") from error
-    check_type("pages", pages, Pages, "the kv_cache.Pages of a cache")
-    clock = options.get("clock", time.monotonic)
-    check_type("clock", clock, Callable, "a function that returns seconds")
     if guard(cls) is cls:
         return cls(pages, **options)
     with guarded():
@@ -77,3 +56,37 @@ def make_scheduler(policy: str, pages: Pages, **options: Any) -> Scheduler:
         if "observers" not in vars(scheduler):
             raise PolicyError(f"{cls.__name__}.__init__() must call super().__init__()")
         return scheduler
+
+
+# Of an EngineConfig whose sizes are filled in.
+
+
+def scheduler_of(config: EngineConfig, clock: Callable[[], float], parts: int = 1) -> Scheduler:
+    """A scheduler of the config's policy, with one of `parts` equal parts of the cache."""
+    return make_scheduler(
+        config.policy,
+        pages_of(config, parts),
+        chunk=config.chunk,
+        max_batch=config.max_batch,
+        max_len=config.max_len,
+        clock=clock,
+        **config.policy_options,
+    )
+
+
+def pages_of(config: EngineConfig, parts: int = 1) -> Pages:
+    """The Pages of one of `parts` equal parts of the cache, all free. Raises ValueError if they do
+    not hold max_len tokens, or if one holds more."""
+    total, page_size, max_len = config.cache_sizes
+    pages = total // parts
+    if page_size > max_len or pages * page_size < max_len:
+        sizes = f"pages={pages} of page_size={page_size}"
+        raise ValueError(f"{sizes}: must hold max_len={max_len} tokens, and one page no more")
+    return make_pages(pages, page_size, config.prefix_caching)
+
+
+def with_tile(config: EngineConfig, tile: int) -> EngineConfig:
+    """The same, with the option `tile` for a policy that has it and was not given one."""
+    if "tile" not in policy_options(find_policy(config.policy)):
+        return config
+    return replace(config, policy_options={"tile": tile, **config.policy_options})

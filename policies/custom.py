@@ -15,12 +15,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from errors import one_line
 from scheduler import Batch, Chunk, Request, Scheduler
 
 MODULE_PREFIX = "nanosarathi_policy_"  # with the path behind it, the __name__ of such a file
 CALL_LIMIT_S = 10.0  # of CPU time: what takes longer is a loop without an end
 SLEEP_LIMIT_S = 5.0  # of time that a call may wait, at least
+
+
+def one_line(text: str) -> str:
+    """The text on one line; its repr if there is more in it that cannot be printed."""
+    line = " ".join(text.split())
+    return line if line.isprintable() else repr(line)
 
 
 class PolicyError(ValueError):

@@ -4,21 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from errors import check_list, check_positive, check_whole, shorten
 from policies.cards import card
 from policies.iteration_time import BatchShape, IterationTime
 from scheduler import Batch, Request, SarathiServe
-
-
-def check_profile(profile: object) -> list[tuple[BatchShape, float]]:
-    """The profile as a list. Raises ValueError unless it has (BatchShape, seconds) only."""
-    allowed = "a list of (BatchShape, seconds)"
-    rows = check_list("profile", profile, allowed)
-    for row in rows:
-        if not (isinstance(row, tuple) and len(row) == 2 and isinstance(row[0], BatchShape)):
-            raise ValueError(f"profile={shorten(profile)}: must be {allowed}")
-        check_positive("profile: seconds", row[1])
-    return rows
 
 
 @card(
@@ -42,9 +30,9 @@ class Dynamic(SarathiServe):
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        self.tbt_slo = None if tbt_slo is None else check_positive("tbt_slo", tbt_slo)
-        self.tile = check_whole("tile", tile, minimum=1)
-        self.iteration_time = IterationTime(check_profile(profile))
+        self.tbt_slo = tbt_slo
+        self.tile = tile
+        self.iteration_time = IterationTime(profile)
         # The budget is right for prefills that start after at most so many tokens of their request.
         self.max_start = math.inf
 

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from itertools import chain, islice
-from weakref import WeakKeyDictionary
 
 from kv_cache import Pages
 from request import Request
@@ -46,7 +45,6 @@ class CachedPages(PagesInRuns):
 
     def __init__(self, total: int, page_size: int) -> None:
         super().__init__(total, page_size)
-        self._hashes: WeakKeyDictionary[Request, list[bytes]] = WeakKeyDictionary()
         self._page_of: dict[bytes, int] = {}  # hash -> the page that is cached under it
         self._hash_of: dict[int, bytes] = {}  # page -> its hash, or the one it had last
         self._evictable: OrderedDict[int, None] = OrderedDict()  # the least recently used first
@@ -94,7 +92,7 @@ class CachedPages(PagesInRuns):
 
     def hashes(self, request: Request) -> list[bytes]:
         """The hashes of the full pages of request.tokens, in order."""
-        hashes = self._hashes.setdefault(request, [])
+        hashes = request.page_hashes
         size = self.page_size
         for end in range((len(hashes) + 1) * size, len(request.tokens) + 1, size):
             page_tokens = array("q", request.tokens[end - size : end]).tobytes()
@@ -105,7 +103,7 @@ class CachedPages(PagesInRuns):
     def publish(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Let other requests reuse the pages that have these hashes. A hash keeps its page."""
         for page, page_hash in zip(pages, hashes, strict=True):
-            self._hash_of[page] = page_hash  # first, or an interrupt could leave a page for ever
+            self._hash_of[page] = page_hash
             self._page_of.setdefault(page_hash, page)
 
     def withdraw(self, pages: Iterable[int]) -> None:

@@ -1,6 +1,5 @@
 """Parts of which several policies are made. Read first: scheduler.py. Read next: today.py."""
 
-from errors import check_whole
 from scheduler import Batch, Request, Scheduler
 
 
@@ -24,8 +23,6 @@ def move_to_back(scheduler: Scheduler, request: Request) -> None:
     scheduler.waiting.append(request)
 
 
-def quarter_by_default(name: str, tokens: int | None, scheduler: Scheduler) -> int:
-    """An option in tokens, which is a quarter of `chunk` by default. Raises ValueError."""
-    if tokens is None:
-        return max(1, scheduler.chunk // 4)
-    return check_whole(name, tokens, minimum=1)
+def quarter_by_default(tokens: int | None, scheduler: Scheduler) -> int:
+    """An option in tokens, which is a quarter of `chunk` by default."""
+    return max(1, scheduler.chunk // 4) if tokens is None else tokens

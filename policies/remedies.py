@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from itertools import accumulate, islice
 from typing import Any
 
-from errors import check_whole
 from policies.cards import card
 from policies.pages import CachedPages
 from policies.parts import move_to_front, quarter_by_default
@@ -39,9 +38,7 @@ class ThresholdUnderContention(SarathiServe):
         self, *args: Any, long_prefill_token_threshold: int | None = None, **options: Any
     ) -> None:
         super().__init__(*args, **options)
-        self.threshold = quarter_by_default(
-            "long_prefill_token_threshold", long_prefill_token_threshold, self
-        )
+        self.threshold = quarter_by_default(long_prefill_token_threshold, self)
 
     def schedule(self) -> Batch:
         batch = Batch(self.chunk)
@@ -76,7 +73,7 @@ class PPAS(VLLMV1):
 
     def __init__(self, *args: Any, pressed_budget: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.pressed_budget = quarter_by_default("pressed_budget", pressed_budget, self)
+        self.pressed_budget = quarter_by_default(pressed_budget, self)
 
     def token_budget(self) -> int:
         num_prefills = sum([request.num_computed < request.prompt_len for request in self.running])
@@ -105,8 +102,8 @@ class SmallChunksWait(SarathiServe):
         self, *args: Any, least_chunk: int | None = None, max_delay: int = 8, **options: Any
     ) -> None:
         super().__init__(*args, **options)
-        self.least_chunk = quarter_by_default("least_chunk", least_chunk, self)
-        self.max_delay = check_whole("max_delay", max_delay, minimum=0)
+        self.least_chunk = quarter_by_default(least_chunk, self)
+        self.max_delay = max_delay
         self.delay = 0
 
     def token_budget(self, decodes: list[Request], prefills: list[Request]) -> int:
@@ -134,7 +131,7 @@ class EqualProgress(SarathiServe):
 
     def __init__(self, *args: Any, max_prefills: int = 4, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.max_prefills = check_whole("max_prefills", max_prefills, minimum=1)
+        self.max_prefills = max_prefills
 
     def schedule(self) -> Batch:
         batch = Batch(self.chunk)

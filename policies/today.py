@@ -14,9 +14,7 @@ propose; README.md beside this file, the tables and pictures."""
 import sys
 from itertools import accumulate
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from errors import check_bool, check_number, check_whole
 from policies.cards import card
 from policies.pages import CachedPages
 from policies.parts import add_prefills, move_to_back, move_to_front
@@ -34,11 +32,11 @@ class Recomputing(Scheduler):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.prefill_end: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self.prefill_end: dict[int, int] = {}  # by request id
 
     def is_prefilling(self, request: Request) -> bool:
         """Whether tokens are left that a running request had when it was admitted."""
-        return request.num_computed < self.prefill_end[request]
+        return request.num_computed < self.prefill_end[request.id]
 
     def prefilling(self) -> list[Request]:
         return [request for request in self.running if self.is_prefilling(request)]
@@ -46,8 +44,12 @@ class Recomputing(Scheduler):
     def admit(self) -> Request | None:
         request = super().admit()
         if request:
-            self.prefill_end[request] = len(request.tokens)
+            self.prefill_end[request.id] = len(request.tokens)
         return request
+
+    def finish(self, request: Request, reason: str) -> None:
+        super().finish(request, reason)
+        self.prefill_end.pop(request.id, None)
 
     def reserved(self, request: Request) -> int:
         return len(request.tokens)
@@ -105,13 +107,9 @@ class VLLMV1(Recomputing):
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        threshold = long_prefill_token_threshold
-        self.threshold = check_whole("long_prefill_token_threshold", threshold, minimum=0)
+        self.threshold = long_prefill_token_threshold
         self.adaptive = long_prefill_token_threshold_adaptive
-        check_bool("long_prefill_token_threshold_adaptive", self.adaptive)
-        self.interval = check_whole(
-            "prefill_schedule_interval", prefill_schedule_interval, minimum=1
-        )
+        self.interval = prefill_schedule_interval
         self.limit = sys.maxsize  # tokens of one request in the next batch
         self.steps = self.interval  # since the last one with prefill
         self.left_waiting = False  # whether the last prefills left some in the queue
@@ -229,7 +227,7 @@ class Interval(SarathiServe):
 
     def __init__(self, *args: Any, every: int = 4, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.every = check_whole("every", every, minimum=0)
+        self.every = every
         self.decode_batches = self.every  # since the last prefill batch
 
     def schedule(self) -> Batch:
@@ -320,7 +318,6 @@ class FreeSlots(SGLang):
 
     def __init__(self, *args: Any, min_free_slots: int = 4, **options: Any) -> None:
         super().__init__(*args, **options)
-        min_free_slots = check_whole("min_free_slots", min_free_slots, minimum=1)
         self.min_free_slots = min(min_free_slots, self.max_batch)
         self.delays = False
 
@@ -350,7 +347,7 @@ class LMDeploy(SarathiServe):
 
     def __init__(self, *args: Any, prefill_interval: int = 16, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.interval = check_whole("prefill_interval", prefill_interval, minimum=1)
+        self.interval = prefill_interval
         self.decode_batches = 0  # since the last prefill batch, or since somebody waits
 
     def prefill_pays(self) -> bool:
@@ -475,10 +472,8 @@ class TGI(VLLM):
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        self.ratio = check_number(
-            "waiting_served_ratio", waiting_served_ratio, "a number of at least 0", minimum=0
-        )
-        self.max_waiting = check_whole("max_waiting_tokens", max_waiting_tokens, minimum=1)
+        self.ratio = waiting_served_ratio
+        self.max_waiting = max_waiting_tokens
         self.decode_batches = 0  # since the last prefill batch
         self.was_idle = True  # before the last batch
 
@@ -519,7 +514,7 @@ class HFTransformers(Recomputing):
 
     def __init__(self, *args: Any, margin_percent: int = 15, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.margin_percent = check_whole("margin_percent", margin_percent, minimum=0)
+        self.margin_percent = margin_percent
         self.queue_is_closed = False  # since a preemption, until a request ends
         self.left = 0  # tokens of the budget, for the one that is admitted
 

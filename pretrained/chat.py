@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from errors import check_type, shorten
+from pretrained.checks import check_type, shorten
 
 MAX_CHARS = 2**24  # of a prompt, and of a text that a template repeats
 MAX_ITEMS = 100_000  # of a list that it repeats, as of a range in jinja2's sandbox

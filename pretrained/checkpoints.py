@@ -17,9 +17,10 @@ from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt
 from safetensors import safe_open
 from torch import Tensor
 
-from errors import check_type, one_line, refusing, shorten
-from pretrained.geometry import ARCHITECTURES, GPTConfig, RopeScaling
+from config import GPTConfig, RopeScaling
+from pretrained.checks import check_type, one_line, refusing, shorten
 from pretrained.gguf_files import is_gguf, read_gguf
+from pretrained.presets import ARCHITECTURES
 from pretrained.schema import Schema, naming
 from pretrained.sharding import Slices, slices_of, views
 from pretrained.short_names import SHORT_NAMES

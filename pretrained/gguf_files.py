@@ -21,8 +21,9 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from errors import one_line, shorten
-from pretrained.geometry import ARCHITECTURES, GPTConfig
+from config import GPTConfig
+from pretrained.checks import one_line, shorten
+from pretrained.presets import ARCHITECTURES
 from pretrained.schema import Schema, naming
 
 if TYPE_CHECKING:

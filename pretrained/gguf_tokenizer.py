@@ -18,7 +18,7 @@ from tokenizers import (
     processors,
 )
 
-from errors import refusing
+from pretrained.checks import refusing
 from pretrained.gguf_files import GGUFFile
 from pretrained.schema import Schema
 

@@ -12,6 +12,15 @@ GPT2: dict[str, Any] = {
     "tie_embeddings": True,
 }
 
+# Fields of GPTConfig by `model_type`, where they are not as its defaults say.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt2": {"family": "gpt2", "tie_embeddings": True},
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+}
+
 # fmt: off
 PRESETS: dict[str, dict[str, Any]] = {
     # This repository's own, to try things out.

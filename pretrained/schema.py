@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ValidationError
 
-from errors import shorten
+from pretrained.checks import shorten
 
 MAX_JSON_BYTES = 2**24  # of a file that is read at once
 

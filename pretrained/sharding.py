@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from errors import check_whole
-from pretrained.geometry import GPTConfig
+from config import GPTConfig
 
 if TYPE_CHECKING:  # a simulation divides geometries alone
     from torch import Tensor
@@ -35,9 +34,8 @@ def local_config(config: GPTConfig, tp: int, pp: int = 1) -> GPTConfig:
     """The geometry of one rank's part. Where KV heads are fewer than ranks, they are repeated.
     Raises ValueError, naming what does not divide."""
     for name, size, field in (("tp", tp, "n_head"), ("tp", tp, "n_inner"), ("pp", pp, "n_layer")):
-        check_whole(name, size, minimum=1)
         count = getattr(config, field)
-        if count % size:
+        if size < 1 or count % size:
             raise ValueError(f"{name}={size}: must divide {field}={count}")
     n_kv_head = config.n_kv_head
     if n_kv_head % tp and tp % n_kv_head:

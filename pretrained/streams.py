@@ -5,12 +5,11 @@ the first word. So text is streamed as the bytes of tokens, each decoded after t
 first: tokenizers.py. Read next: text.py."""
 
 import codecs
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
-from errors import refusing
 from pretrained.tokenizers import Tokenizer
-from request import Completion, Event
+from request import Event, Request
 
 LONGEST_CHARACTER = 4  # in bytes, and so in tokens
 HALF_A_CHARACTER = "\ufffd"  # how bytes that are no text yet are decoded
@@ -23,46 +22,27 @@ def decode_output(tokenizer: Tokenizer, tokens: Sequence[int], prompt_len: int) 
     return "".join([stream.push(token) for token in tokens[prompt_len:]]) + stream.flush()
 
 
-def write_text(
-    completion: Completion,
-    tokenizer: Tokenizer,
-    stop_token_ids: Collection[int],
-    stops: Sequence[str],
-) -> None:
-    """Set the text of a completion: its output, without a stop token, up to the first stop string.
-
-    If the tokenizer fails, it ends this completion with an error, and no others."""
-    output = completion.tokens
-    if completion.finish_reason == "stop" and output[-1] in stop_token_ids:
-        output = output[:-1]
-    prompt = list(completion.prompt)
-    try:
-        with refusing("the tokenizer failed"):
-            text = decode_output(tokenizer, [*prompt, *output], len(prompt))
-    except ValueError as error:
-        completion.finish_reason = "error"
-        completion.error = str(error)
-        return
-    completion.text = text[: min([text.find(stop) for stop in stops if stop in text], default=None)]
+def write_text(request: Request, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    """Set the text of a request that has ended: its output, without a stop token, up to the first
+    stop string."""
+    tokens = request.tokens
+    if request.finish_reason == "stop" and tokens[-1] in request.stop:
+        tokens = tokens[:-1]
+    text = decode_output(tokenizer, tokens, request.prompt_len)
+    request.text = text[: min([text.find(stop) for stop in stops if stop in text], default=None)]
 
 
 def has_stop(
     tokenizer: Tokenizer, tokens: Sequence[int], prompt_len: int, stops: Sequence[str]
 ) -> bool:
-    """Whether a stop string is in the text of the last tokens, as many as may hold one.
-
-    True if the tokenizer fails: then `write_text` says why."""
+    """Whether a stop string is in the text of the last tokens, as many as may hold one."""
     longest = LONGEST_CHARACTER * max(len(stop) for stop in stops)  # in tokens
     first = len(tokens)
     text = ""
-    try:
-        with refusing("the tokenizer failed"):
-            while first > prompt_len and len(text) <= longest:
-                first = max(prompt_len, first - longest - 1)  # some tokens may have no text
-                stream = TextStream(tokenizer, tokens[:first])
-                text = "".join([stream.push(token) for token in tokens[first:]])
-    except ValueError:
-        return True
+    while first > prompt_len and len(text) <= longest:
+        first = max(prompt_len, first - longest - 1)  # some tokens may have no text
+        stream = TextStream(tokenizer, tokens[:first])
+        text = "".join([stream.push(token) for token in tokens[first:]])
     return any(stop in text for stop in stops)
 
 

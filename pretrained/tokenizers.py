@@ -18,14 +18,6 @@ import tokenizers
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 from tokenizers import models, pre_tokenizers
 
-from errors import (
-    check_token_ids,
-    check_type,
-    check_whole,
-    one_line,
-    refusing,
-    shorten,
-)
 from pretrained.chat import Chat, ChatTemplate, Message, check_messages, lines_of_chat
 from pretrained.checkpoints import (
     ADDED_FILES,
@@ -33,6 +25,12 @@ from pretrained.checkpoints import (
     TEMPLATE_FILE,
     TEXT_FILES,
     TOKENIZER_FILES,
+)
+from pretrained.checks import (
+    check_type,
+    one_line,
+    refusing,
+    shorten,
 )
 from pretrained.gguf_files import is_gguf, read_gguf
 from pretrained.gguf_tokenizer import LLAMA3_WORDS, read_text
@@ -78,14 +76,6 @@ class Tokenizer(NamedTuple):
     encode_chat: Callable[[str], list[int]] | None = None  # adds no BOS; None: as `encode`
     token_bytes: Callable[[int], bytes | None] = _no_bytes  # of one that may end in a character
     special_tokens: Mapping[str, int] = {}  # how they are written in a prompt
-
-    def check(self) -> None:
-        """Raise ValueError for a field of another type."""
-        check_type("tokenizer: encode", self.encode, Callable, "a function")
-        check_type("tokenizer: decode", self.decode, Callable, "a function")
-        check_token_ids("tokenizer: stop_token_ids", self.stop_token_ids)
-        if self.longest_token is not None:
-            check_whole("tokenizer: longest_token", self.longest_token, minimum=1)
 
     def fewest_tokens(self, text: str) -> int:
         """A number of tokens that the text has at least. It is found without encoding the text."""

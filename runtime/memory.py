@@ -7,16 +7,18 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from config import EngineConfig
 from kv_cache import kv_bytes_per_token
 from runtime.torchrun import find_place
 
 if TYPE_CHECKING:
     import torch  # a simulation runs without
 
-    from pretrained.geometry import GPTConfig
+    from config import GPTConfig
 
 MAX_BATCH = 256  # the largest default of max_batch, however much memory there is
 MAX_LEN = 2048  # the largest default of max_len
@@ -36,26 +38,20 @@ class ModelLike(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-def fill_in(
-    model: ModelLike,
-    max_batch: int | None,
-    max_len: int | None,
-    page_size: int | None,
-    pages: int | None,
-    prefix_caching: bool,
-) -> dict[str, int]:
-    """The sizes of an EngineConfig by name, all filled in for as many requests as fit.
+def fill_in(config: EngineConfig, model: ModelLike) -> EngineConfig:
+    """The config with all sizes filled in, for as many requests as fit.
 
     Raises ValueError if model or memory forbid it."""
-    if model.device.type == "meta":
-        raise ValueError("model: is on the device 'meta', must be where there is memory")
     limit = model.config.max_positions
-    max_len = max_len or min(MAX_LEN, limit)
+    max_len = config.max_len or min(MAX_LEN, limit)
     if max_len > limit:
         reason = "this model's limit (max_positions, or its sliding window)"
         raise ValueError(f"max_len={max_len}: must be at most {limit}, {reason}")
-    if page_size is None:
-        page_size = small_page_size(max_len, model.device) if prefix_caching else max_len
+    page_size = config.page_size or max_len
+    if config.prefix_caching and config.page_size is None:
+        page_size = small_page_size(max_len, model.device)
+    max_batch = config.max_batch
+    pages = config.pages
     description = f"pages={pages}, page_size={page_size}"
     if pages is None:
         description = f"max_batch={max_batch}, max_len={max_len}"
@@ -65,7 +61,7 @@ def fill_in(
     cache_bytes = pages * page_size * kv_bytes_per_token(model.config, model.dtype)
     check_memory(description, cache_bytes, model.device)
     max_batch = max_batch or min(pages, MAX_BATCH)
-    return dict(max_batch=max_batch, max_len=max_len, page_size=page_size, pages=pages)
+    return replace(config, max_batch=max_batch, max_len=max_len, page_size=page_size, pages=pages)
 
 
 def check_memory(description: str, wanted_bytes: int, device: torch.device) -> None:

@@ -18,9 +18,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from errors import one_line, shorten
 from page.html import page
 from pretrained.chat import Chat
+from pretrained.checks import one_line, shorten
 from pretrained.tokenizers import Tokenizer
 from sampling import SamplingParams
 from server.checks import Gate, read_body

@@ -15,9 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 from engine import Engine
 from page.records import Record, Recorder
 from policies.observers import Iteration
-from request import Completion, Event
+from request import Event, Request
 from sampling import SamplingParams
-from scheduler import Request
 from server.metrics import Metrics
 
 RECORDS = 1000  # at least this many are kept for the schedule page
@@ -86,11 +85,11 @@ class EngineThread:
     def end(self, request_id: int) -> None:
         """End a request, if it has not ended, and free its pages."""
         self.queues.pop(request_id, None)
-        completion = self._abort(request_id)
-        if completion:
-            self.metrics.observe(completion)
+        request = self._abort(request_id)
+        if request:
+            self.metrics.observe(request)
 
-    def _abort(self, request_id: int) -> Completion | None:
+    def _abort(self, request_id: int) -> Request | None:
         """Engine.abort; None if the request has ended."""
         if request_id not in self.engine.scheduler.requests:
             return None
@@ -104,10 +103,10 @@ class EngineThread:
         messages: list[tuple[int, Event | None]] = []  # request id, and what its queue gets
         try:
             for event in self.engine.step():
-                messages.append((event.request_id, event))
+                messages.append((event.request.id, event))
                 self._keep_token(event)
-                if event.completion:
-                    self.metrics.observe(event.completion)
+                if event.finish_reason:
+                    self.metrics.observe(event.request)
         except BaseException:  # of any kind: no client may wait for ever
             log.exception("a step of the engine failed")
             messages = [(request_id, None) for request_id in self.queues]
@@ -122,7 +121,7 @@ class EngineThread:
             self.executor.submit(self.step)
 
     def _keep_token(self, event: Event) -> None:
-        self.outputs.setdefault(event.request_id, []).append(event.token)
+        self.outputs.setdefault(event.request.id, []).append(event.token)
         if len(self.outputs) > OUTPUTS:
             del self.outputs[next(iter(self.outputs))]
 
@@ -151,9 +150,9 @@ def idle_decode_seconds(engine: Engine) -> float | None:
 
     A single slow one does not move it. None if a request has no room for two output tokens."""
     num_tokens = min(IDLE_DECODES + 1, engine.scheduler.max_len - 1)
-    (completion,) = engine.generate([[0]], SamplingParams(num_tokens), progress=False)
+    (request,) = engine.generate([[0]], SamplingParams(num_tokens), progress=False)
     engine.reset()  # nothing of it is found in the cache later
-    return median(completion.tbt) if completion.tbt else None
+    return median(request.tbt) if request.tbt else None
 
 
 def _put_all(deliveries: list[tuple[EventQueue, Event | None]]) -> None:

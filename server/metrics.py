@@ -5,7 +5,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from request import Completion
+from request import Request
 from scheduler import Scheduler
 
 BUCKETS_S = [0.005 * 2**n for n in range(15)]  # upper ends of the histograms' buckets, to 82 s
@@ -36,19 +36,19 @@ class Metrics:
         for value in (free_pages, running_requests, waiting_requests):
             Gauge(value.__name__, "at this moment", **place).set_function(value)
 
-    def observe(self, completion: Completion) -> None:
+    def observe(self, request: Request) -> None:
         """Count a request that has ended."""
         counts = {
-            "prompt_tokens": len(completion.prompt),
-            "output_tokens": len(completion.tokens),
-            "preemptions": completion.preemptions,
-            "cached_tokens": completion.cached_tokens,
+            "prompt_tokens": request.prompt_len,
+            "output_tokens": len(request.output),
+            "preemptions": request.preemptions,
+            "cached_tokens": request.cached_tokens,
         }
         for name, count in counts.items():
             self.counters[name].inc(count)
-        if completion.ttft is not None:
-            self.ttft.observe(completion.ttft)
-        for seconds in completion.tbt:
+        if request.ttft is not None:
+            self.ttft.observe(request.ttft)
+        for seconds in request.tbt:
             self.tbt.observe(seconds)
 
     def text(self) -> bytes:

@@ -5,6 +5,7 @@ field that asks for nothing, such as n=1, is accepted. Read next: app.py."""
 
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
@@ -21,13 +22,15 @@ from pydantic import (
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
-from errors import ArgumentError, QueueFull
+from config import QueueFull
 
 MAX_FIELDS = 100  # of a body, also those that are not known
 MAX_ITEMS = 10_000  # keys and items in a field: each costs time, in which all streams wait
 MAX_PARTS = 20_000  # lists and objects in a body
 MAX_STOP = 1000  # characters of a stop string
 MAX_CHOICES = 128  # of a request
+MAX_USER = 256  # characters: a policy may remember who has asked
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Prompt = str | Annotated[list[int], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 NEUTRAL_VALUES: dict[str, object] = {  # fields that are accepted with this value and no other
@@ -124,10 +127,10 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
     stream: bool = False
     stream_options: dict[Literal["include_usage"], bool] = {}
     ignore_eos: bool = False
-    priority: str = "normal"
-    ttft_slo: float | None = None
-    tbt_slo: float | None = None
-    user: str = ""
+    priority: Literal["realtime", "high", "normal", "low"] = "normal"
+    ttft_slo: Seconds | None = None
+    tbt_slo: Seconds | None = None
+    user: str = Field("", max_length=MAX_USER)
 
     prompt_name: ClassVar[str]  # the field that the prompt is made of
     id_prefix: ClassVar[str]
@@ -200,7 +203,7 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
         message = str(error).replace("max_new_tokens", self.limit_name)
         if message.startswith("prompt"):
             message = self.prompt_name + message.removeprefix("prompt")
-        argument = error.argument if isinstance(error, ArgumentError) else ""
+        argument = re.split(r"\W", str(error), maxsplit=1)[0]
         field = names.get(argument, argument)
         return ApiError(400, message, field if field in type(self).model_fields else None)
 

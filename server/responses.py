@@ -12,7 +12,7 @@ from typing import Literal
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from errors import refusing
+from pretrained.checks import refusing
 from pretrained.streams import TextStream, Writer
 from pretrained.tokenizers import Tokenizer
 from request import Event
@@ -104,7 +104,7 @@ class CompletionResponse(StreamingResponse):
             event = await self.events.get()
             if event is None:
                 raise ApiError(500, "the engine failed, see its log")
-            index = running.get(event.request_id)
+            index = running.get(event.request.id)
             if index is None:
                 continue  # a token after a stop string
             request = self.requests[index]

@@ -24,7 +24,7 @@ from lab.measure import metrics, workload
 from lab.measure.batch_times import TimedChunk
 from lab.simulator.cost_model import CostModel, LayerSeconds, StageTimes
 from policies.ablations import ChunkedOnly, HybridOnly
-from request import Batch, Completion
+from request import Batch, Request
 from scheduler import VLLM, Orca, OrcaBest, RequestLevel, Sarathi, SarathiServe, Scheduler
 
 Change = tuple[object, str, Callable[..., Any]]
@@ -194,9 +194,9 @@ def max_len_reserved(old: Any, self: Scheduler, request: Any) -> int:
 # ---- what is made of a run -----------------------------------------------------------------------
 
 
-def gaps(change: Callable[[Completion, list[float]], list[float]]) -> Change:
+def gaps(change: Callable[[Request, list[float]], list[float]]) -> Change:
     """The times between the tokens of a request are others."""
-    return Completion, "tbt", lambda old, self: change(self, old(self))
+    return Request, "tbt", lambda old, self: change(self, old(self))
 
 
 def p99_is_p90(old: Any, values: Any) -> Any:
@@ -205,8 +205,8 @@ def p99_is_p90(old: Any, values: Any) -> Any:
     return replace(percentiles, p99=percentiles.p90)
 
 
-def ttft_since_scheduled(old: Any, self: Completion) -> float | None:
-    """A Completion.ttft without the time in the queue."""
+def ttft_since_scheduled(old: Any, self: Request) -> float | None:
+    """A Request.ttft without the time in the queue."""
     return self.token_times[0] - self.scheduled if self.token_times else None
 
 
@@ -324,7 +324,7 @@ SYSTEMS: dict[str, list[Change]] = {
     "the longest gap of a request is left out": [gaps(lambda _, tbt: sorted(tbt)[:-1])],
     "TTFT is a gap, too": [gaps(lambda self, tbt: [self.ttft, *tbt])],
     "P99 is P90": [(metrics, "percentiles", p99_is_p90)],
-    "TTFT begins when a request is scheduled": [(Completion, "ttft", ttft_since_scheduled)],
+    "TTFT begins when a request is scheduled": [(Request, "ttft", ttft_since_scheduled)],
     "a queue may grow": [
         (
             metrics,

@@ -163,8 +163,15 @@ def finish(engine):
 
 
 def completions_of(events):
-    """{request id: Completion} of the requests that ended with these events."""
-    return {event.request_id: event.completion for event in events if event.completion}
+    """{request id: Request} of the requests that ended with these events."""
+    return {event.request.id: event.request for event in events if event.finish_reason}
+
+
+def facts(request):
+    """What came of a Request, to compare it: its fields, but not its tokens, only how many."""
+    names = "id prompt_len arrival service scheduled token_times finish_reason preemptions"
+    names += " recomputed_tokens cached_tokens"
+    return len(request.tokens), [getattr(request, name) for name in names.split()]
 
 
 GREEDY = SamplingParams()
@@ -204,16 +211,16 @@ class Ledger:
     def take(self, events):
         """Note the events of a step."""
         for event in events:
-            assert event.request_id in self.asked
-            self.got[event.request_id].append(event.token)
-            if event.completion:
-                self.end(event.completion)
+            assert event.request.id in self.asked
+            self.got[event.request.id].append(event.token)
+            if event.finish_reason:
+                self.end(event.request)
 
     def end(self, completion):
         """A request has ended."""
-        prompt, params = self.asked.pop(completion.request_id)
-        got = self.got.pop(completion.request_id, [])
-        tokens = completion.tokens
+        prompt, params = self.asked.pop(completion.id)
+        got = self.got.pop(completion.id, [])
+        tokens = completion.output
         expected = self.expected(prompt, params)
         assert completion.prompt == list(prompt)
         times = completion.token_times

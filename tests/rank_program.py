@@ -66,7 +66,7 @@ def engine_of(job, model=None, settings=None):
 
 
 def generate(engine):
-    """The Completions of all requests at once."""
+    """The Requests of all requests at once."""
     return engine.generate(PROMPTS, PARAMS, progress=False)
 
 
@@ -103,14 +103,14 @@ def serve_all(engine, job):
         assert engine.runner.ranks.replies.keys() <= {STARTED}  # all were collected
     completions = sum(runs, [])
     return dict(
-        answers=[[(c.tokens, c.logprobs, c.finish_reason) for c in run] for run in runs],
+        answers=[[(c.output, c.logprobs, c.finish_reason) for c in run] for run in runs],
         preempted=sum(c.preemptions for c in completions),
         cached=sum(c.cached_tokens for c in completions),
     )
 
 
 def serve_as_they_come(engine, stop=None):
-    """The Completions of requests that come while others run, the last first. STOPPED has a
+    """The Requests that come while others run, the last first. STOPPED has a
     stop token; ABORTED is aborted after two tokens, and another step: the next is on its way."""
     ids = {}  # number -> request id
     done = {}
@@ -125,7 +125,7 @@ def serve_as_they_come(engine, stop=None):
             ids[number] = engine.add_request(PROMPTS[number], params)
         has_two = ABORTED in ids and tokens[ids[ABORTED]] >= 2
         events = engine.step()
-        tokens.update(event.request_id for event in events)
+        tokens.update(event.request.id for event in events)
         done |= completions_of(events)
         if has_two and ids[ABORTED] not in done:
             done[ids[ABORTED]] = engine.abort(ids[ABORTED])
@@ -174,10 +174,10 @@ def aborts(job):
         done |= completions_of(engine.step())
         for request_id in on_their_way(engine) - aborted:
             if len(aborted) < job["aborts"]:
-                aborted.add(engine.abort(request_id).request_id)
+                aborted.add(engine.abort(request_id).id)
     for request_id, completion in zip(ids, expected, strict=True):
         if request_id not in aborted:
-            assert done[request_id].tokens == completion.tokens
+            assert done[request_id].output == completion.output
     assert len(done) == len(ids) - len(aborted)
     check_nothing_is_left(engine)
     return len(aborted)
@@ -209,7 +209,7 @@ def rested(job):
     seconds_before = engine.ranks.call("seconds")
     time.sleep(job["seconds"])
     after = serve_as_they_come(engine)
-    assert [c.tokens for c in before] == [c.tokens for c in after]
+    assert [c.output for c in before] == [c.output for c in after]
     seconds_after = engine.ranks.call("seconds")
     pairs = zip(seconds_before, seconds_after, strict=True)
     return [after.waited - before.waited for before, after in pairs]

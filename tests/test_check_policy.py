@@ -130,7 +130,7 @@ def check(policy, serve=serve_simulated, prefix_caching=False):
             run = serve(config, referees)
         except PolicyError as error:
             raise rules.BrokenRuleError(referees.violation_of(error)) from error
-        tokens.append([completion.tokens for completion in run.completions])
+        tokens.append([completion.output for completion in run.completions])
     return tokens
 
 
@@ -323,7 +323,7 @@ def test_a_policy_may_replace_its_queue(tmp_path):
     arrivals = [Arrival(0.0, length, 4) for length in (40, 30, 20, 10, 5, 35)]
     completions = simulate(cost, config, arrivals).run.completions
     assert all(c.finish_reason == "length" for c in completions)
-    first_tokens = [c.token_times[0] for c in sorted(completions, key=lambda c: len(c.prompt))]
+    first_tokens = [c.token_times[0] for c in sorted(completions, key=lambda c: c.prompt_len)]
     assert first_tokens == sorted(first_tokens)
 
 

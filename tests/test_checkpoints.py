@@ -14,11 +14,11 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from config import GPTConfig
 from engine import Engine
 from kv_cache import KVCache
 from model import GPT, rope_table
 from pretrained import checkpoints
-from pretrained.geometry import GPTConfig
 from request import lone_chunk
 from sampling import SamplingParams
 from tests.helpers import run

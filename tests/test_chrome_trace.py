@@ -29,7 +29,7 @@ def recorded(completions, iterations):
         page_size=16,
     )
     for c in completions:
-        request = dict(id=c.request_id, arrival=c.arrival, prompt_len=len(c.prompt), priority=2)
+        request = dict(id=c.id, arrival=c.arrival, prompt_len=c.prompt_len, priority=2)
         recorder.records.append({"request": request | {"max_new_tokens": 9}})
     for iteration in iterations:
         chunks = [chunk[:3] for chunk in iteration.chunks if not chunk.is_decode]
@@ -39,7 +39,7 @@ def recorded(completions, iterations):
             if c.finish_reason == "abort":
                 end = iterations[-1].end
             if c.finish_reason and end == iteration.end:
-                ended.append([c.request_id, c.finish_reason])
+                ended.append([c.id, c.finish_reason])
         recorder.records.append(
             iteration._asdict()
             | dict(
@@ -296,7 +296,7 @@ def test_a_trace_holds_all_that_happened_in_a_run(name, browser, tmp_path):
             else:
                 expected["prefill"].append((i, start, f"prefill chunk of {length}"))
     for c in run.completions:
-        row = c.request_id, us(c.token_times[-1]), "finished", c.finish_reason
+        row = c.id, us(c.token_times[-1]), "finished", c.finish_reason
         expected["finished"].append(row)
     for kind, rows in expected.items():
         assert sorted(events_of[kind]) == sorted(rows)

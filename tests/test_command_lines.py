@@ -37,7 +37,6 @@ POSITIONALS = {  # arguments of each command, each list one choice
     "compare": [["--against", "openvino"], ["--against", ""]],
     "fit": [["times.csv"], ["."], ["binary"], ["empty"], ["trace.csv"], [""]],
     "explore": [[], ["vllm"], ["x"]],
-    "serve": [[], ["--url", "http://127.0.0.1:9/v1", "--qps", "2", "--slo", "1"]],
     "sample": [["--prompt", "x"], ["--prompt", ""]],
 }
 NONSENSE = [
@@ -69,7 +68,6 @@ GOOD = {  # values that some options take
     "--dtype": ["float32", "bfloat16"],
     "--attention": ["sdpa", "matmul", "flash", "xformers"],
     "--only": ["S-F9", "SS-*", "bubbles", "all"],
-    "--url": ["http://127.0.0.1:9/v1", "ftp://x", "127.0.0.1"],
     "--prefix-caching": ["on", "off", "both"],
 }
 SIZES = ["1", "2", "7", "16", "64"]
@@ -104,8 +102,6 @@ def options_of(command):
 
 
 COMMANDS = {(name,): options_of([name]) for name in [*bench.COMMANDS, *PROGRAMS]}
-URL = ("serve", "--url", "http://127.0.0.1:9/v1")
-COMMANDS[URL] = options_of(URL)
 
 
 def random_option(rng, options):

@@ -73,10 +73,10 @@ def new_engine(policy="sarathi-serve", backend="flash", max_batch=7, **sizes):
 @pytest.mark.parametrize("layout", SIZES)
 def test_graphs_give_the_same_tokens_and_the_same_cache(policy, layout, replays):
     eager = new_engine(policy, "sdpa", **SIZES[layout])
-    expected = [c.tokens for c in eager.generate(PROMPTS, PARAMS, progress=False)]
+    expected = [c.output for c in eager.generate(PROMPTS, PARAMS, progress=False)]
     assert not replays
     engine = new_engine(policy, **SIZES[layout])
-    tokens = [c.tokens for c in engine.generate(PROMPTS, PARAMS, progress=False)]
+    tokens = [c.output for c in engine.generate(PROMPTS, PARAMS, progress=False)]
     assert tokens == expected
     assert len(set(replays)) > 1
     close(engine.runner.cache.data, eager.runner.cache.data, equal_nan=True)
@@ -130,7 +130,7 @@ def test_a_failed_recording_is_said_once_and_decodes_go_on(replays, monkeypatch)
     with warnings.catch_warnings():  # nor does another engine try
         warnings.simplefilter("error")
         assert new_engine().generate(PROMPTS[:2], PARAMS[:2], progress=False)
-    assert [c.tokens for c in completions] == [c.tokens for c in expected]
+    assert [c.output for c in completions] == [c.output for c in expected]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

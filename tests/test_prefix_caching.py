@@ -192,7 +192,7 @@ def events_of_each_step(policy, prompts, **options):
         engine.add_request(prompt, SamplingParams(3 + n))
     steps = []
     while engine.has_work:
-        events = [event[:2] for event in engine.step()]
+        events = [(event.request.id, event.token) for event in engine.step()]
         page_counts = [len(request.pages) for request in engine.scheduler.running]
         steps.append((engine.last_iteration, events, page_counts))
     return steps
@@ -229,4 +229,4 @@ def test_after_a_reset_nothing_is_found():
     assert named(engine.scheduler.pages) == set()
     (completion,) = engine.generate([[5, *SYSTEM]], PARAMS)
     assert completion.cached_tokens == 0
-    assert completion.tokens == alone(MODEL, [5, *SYSTEM], PARAMS)
+    assert completion.output == alone(MODEL, [5, *SYSTEM], PARAMS)

@@ -247,8 +247,6 @@ def test_ageing_ends_at_the_class_that_is_named():
     scheduler.waiting.remove(high)
     assert scheduler.waiting[0] is low  # before the younger one of its new class
     assert (scheduler.aged_class(low), scheduler.aged_class(high)) == (NORMAL, HIGH)
-    with pytest.raises(ValueError, match="ageing_to='urgent': must be .*realtime"):
-        simulation(ageing_to="urgent")
 
 
 @pytest.mark.parametrize("age, preemptions", [(0.0, 1), (25.0, 0)])

@@ -140,7 +140,7 @@ class Watched(Ledger):
                 self.computed[i] += length
             self.preempted.update(iteration.preempted)
         for event in events:
-            self.times[event.request_id].append(iteration.end)
+            self.times[event.request.id].append(iteration.end)
         self.take(events)
         self.check()
 
@@ -198,7 +198,7 @@ class Watched(Ledger):
 
     def end(self, completion):
         super().end(completion)
-        i = completion.request_id
+        i = completion.id
         pending = self.engine.scheduler.preempted.count(i)
         assert self.preempted[i] + pending == completion.preemptions
         assert completion.token_times == self.times[i]
@@ -206,7 +206,7 @@ class Watched(Ledger):
         if completion.finish_reason != "abort":
             # each token once, but the last, and once more what a preemption threw away, but for
             # what was found
-            once = len(completion.prompt) + len(completion.tokens) - 1
+            once = completion.prompt_len + len(completion.output) - 1
             again = completion.recomputed_tokens - completion.cached_tokens
             assert self.computed[i] == once + again
 

@@ -113,16 +113,16 @@ def expected():
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_serves_the_same_arrivals_to_their_full_length(name, expected):
     run = serve_small(name, model=MODEL)
-    assert [c.request_id for c in run.completions] == list(range(6)) and not run.cut_short
+    assert [c.id for c in run.completions] == list(range(6)) and not run.cut_short
     assert [c.prompt for c in run.completions] == TOKENS
-    assert [c.tokens for c in run.completions] == expected
-    assert [(c.arrival, len(c.prompt), len(c.tokens)) for c in run.completions] == TIMES
+    assert [c.output for c in run.completions] == expected
+    assert [(c.arrival, c.prompt_len, len(c.output)) for c in run.completions] == TIMES
     computed = Counter()  # the warm-up is not in the iterations, and ids begin after it
     for iteration in run.iterations:
         for i, _, length, _ in iteration.chunks:
             computed[i] += length
     for c in run.completions:
-        assert computed[c.request_id] == len(c.prompt) + len(c.tokens) - 1 + c.recomputed_tokens
+        assert computed[c.id] == c.prompt_len + len(c.output) - 1 + c.recomputed_tokens
     assert run.seconds == run.iterations[-1].end == max(c.token_times[-1] for c in run.completions)
 
 
@@ -150,7 +150,7 @@ def test_classes_and_targets_come_with_the_arrival():
 def test_a_run_counts_preemptions_and_the_time_outside_the_forward_pass():
     run = serve_small("vllm", pages=8)
     preempted = Counter(i for iteration in run.iterations for i in iteration.preempted)
-    assert preempted and all(preempted[c.request_id] == c.preemptions for c in run.completions)
+    assert preempted and all(preempted[c.id] == c.preemptions for c in run.completions)
     # the clock is looked at before and after a step, and in it at its start, before and after
     # forward: 4 ticks, 1 of them in forward; and once more for each of 6 requests, when admitted
     run = serve_small("sarathi-serve")
@@ -191,9 +191,9 @@ def test_an_interrupted_run_is_what_was_seen_of_it(turns):
         assert run.iterations == full.iterations[: len(run.iterations)]
         last = run.iterations[-1].end if run.iterations else 0.0
         for c in full.completions:
-            same = [other for other in run.completions if other.request_id == c.request_id]
+            same = [other for other in run.completions if other.id == c.id]
             assert same == [c] or c.token_times[-1] > last
-            assert all(o.token_times == c.token_times[: len(o.tokens)] for o in same)
+            assert all(o.token_times == c.token_times[: len(o.output)] for o in same)
         num_completed.add(len(run.completions))
     assert num_completed >= set(range(1, 7)) and max(num_completed) == len(load)
 

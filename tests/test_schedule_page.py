@@ -176,15 +176,15 @@ def test_the_tour_has_nine_stops_and_shows_what_it_says(show):
         tab.keyboard.press("Enter")  # the button "next" has the focus
     assert tab.is_hidden("#tour")
     _, (stall, _), (_, chunk), (_, ride), (_, budget), (short, _), _, (_, memory), (_, load) = told
-    most_tokens = max(len(c.prompt) for c in run.completions)
-    slowest = max(c.ttft for c in run.completions if 4 * len(c.prompt) <= most_tokens)
+    most_tokens = max(c.prompt_len for c in run.completions)
+    slowest = max(c.ttft for c in run.completions if 4 * c.prompt_len <= most_tokens)
     assert f"a prompt of {most_tokens:,} tokens" in short
     waits = re.search(r"waits ([\d.]+ m?s) for", short)
     assert seconds(waits[1]) == pytest.approx(slowest, rel=5e-3)
     longest = max(gap for c in run.completions for gap in c.tbt)
     waited = re.search(r"waited ([\d.]+ m?s)", stall)
     assert seconds(waited[1]) == pytest.approx(longest, rel=5e-3)
-    lengths = {c.request_id: len(c.prompt) for c in run.completions}
+    lengths = {c.id: c.prompt_len for c in run.completions}
     assert any(n < lengths[i] for i, _, n in chunk["chunks"])
     records = in_turn(truth)
     assert len(ride["decodes"]) == max(len(r["decodes"]) for r in records if r["chunks"])
@@ -386,7 +386,7 @@ def test_a_gap_names_the_preemption_or_else_the_prefill_in_it(show):
     found = find_stalls(run.completions, run.iterations)
     stalls = {(stall.request_id, stall.end): stall for stall in found}
     preempted = [(i, r["start"]) for r in in_turn(truth) for i in r["preempted"]]
-    times = {c.request_id: c.token_times for c in run.completions}
+    times = {c.id: c.token_times for c in run.completions}
     lost = 0
     for request_id, i, text in told:
         since, until = times[request_id][i : i + 2]

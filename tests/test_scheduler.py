@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from config import EngineConfig
-from policies import POLICIES, make_scheduler
+from policies import POLICIES, make_scheduler, scheduler_of
 from policies.micro_batches import MicroBatches
 from policies.observers import chunk_records
 from policies.pages import make_pages
@@ -234,7 +234,7 @@ def test_a_policy_that_leaves_work_undone_is_an_error(policy, message):
 
 def test_a_request_that_runs_in_another_micro_batch_is_not_lost():
     config = EngineConfig("vllm", chunk=8, max_batch=1, max_len=8, page_size=8, pages=2)
-    schedulers = [config.scheduler(float, parts=2) for _ in range(2)]
+    schedulers = [scheduler_of(config, float, parts=2) for _ in range(2)]
     micro_batches = MicroBatches(schedulers, pp=2)
     for each in requests_of((4, 2), (4, 2)):
         schedulers[0].add(each)

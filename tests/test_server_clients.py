@@ -88,7 +88,7 @@ def test_errors_of_a_chat_name_the_fields_that_it_has(tiny, field):
         name, message = refused("a" * 220, **more)
         assert (name, message[:22]) == ("messages", "messages of 237 tokens")
     name, message = refused(**{field: 10**30})
-    assert name == field and message.startswith(f"{field}=1000000")
+    assert name == field and f"{field}=1000" in message
     assert refused(**{field: 0})[0] == field
     both = "max_completion_tokens: must not be there beside max_tokens"
     assert refused(max_tokens=1, max_completion_tokens=1) == ("max_completion_tokens", both)
@@ -408,11 +408,13 @@ def test_what_the_end_cuts_off_gets_an_error(capfd):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_that_is_complete_is_not_cut_off(stream):
     async def late_messages():
+        request = SimpleNamespace(
+            id=0, tokens=[0], prompt_len=1, prompt=[0], cached_tokens=0, preemptions=0
+        )
         events = asyncio.Queue()
         for finish_reason in (None, "length"):
-            events.put_nowait(Event(0, 1, None, finish_reason, None))
+            events.put_nowait(Event(request, 1, None, finish_reason))
         thread = SimpleNamespace(executor=SimpleNamespace(submit=lambda *_: None), end=None)
-        request = SimpleNamespace(id=0, tokens=[0], prompt_len=1, cached_tokens=0, preemptions=0)
         body = CompletionRequest(prompt="a", stream=stream)
         response = CompletionResponse(thread, letters, "tiny", body, [request], events)
         messages = []

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from errors import QueueFull
+from config import QueueFull
 from sampling import SamplingParams
 from tests.test_properties import MAX_LEN, Watched
 

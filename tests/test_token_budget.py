@@ -173,7 +173,7 @@ def test_auto_finds_a_budget_and_leaves_nothing_behind(policy, monkeypatch):
     engine.runner.cache.data.fill_(float("nan"))
     done = engine.generate(PROMPTS, params)
     assert [c.tokens for c in done] == [alone(tiny_model(), prompt, params) for prompt in PROMPTS]
-    assert [c.request_id for c in done] == list(range(5))
+    assert [c.id for c in done] == list(range(5))
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "priority"])

@@ -17,7 +17,7 @@ from lab.pictures.style import DECODE, HYBRID, OVER, POLICY_COLORS, PREFILL, WAI
 from lab.pictures.timelines import plot_capacity, plot_serving, plot_timelines
 from policies import ALL_POLICIES
 from policies.observers import Iteration
-from request import Completion
+from request import Request
 from tests.test_metrics import a_completion, an_iteration, decode, prefill
 
 MACHINE = {"model": "llama-tiny", "dtype": "float32", "device": "a CPU", "threads": 2}
@@ -27,7 +27,7 @@ near = pytest.approx
 class History(NamedTuple):
     """A run that was worked out by hand."""
 
-    completions: list[Completion]
+    completions: list[Request]
     iterations: list[Iteration]
 
 

@@ -37,7 +37,7 @@ for batch in (chunks[:2], chunks[2:]):
 engine = Engine(GPT(config), chunk=16, max_batch=3, max_len=128, page_size=16)
 prompts = [list(range(n)) for n in (1, 40, 7, 70)]
 done = engine.generate(prompts, SamplingParams(12), progress=False)
-print(json.dumps([type(runner.attention).__name__, logits, [each.tokens for each in done]]))
+print(json.dumps([type(runner.attention).__name__, logits, [each.output for each in done]]))
 """
 
 

@@ -1,8 +1,7 @@
 """Other engines and ours, with the same weights and the same requests, in turns.
 
-Each other engine runs in a process of its own, under a Python that has its packages. Engines that
-are servers are compared by `bench.py serve --url`. Read first: lab/measure/timing.py. Read next:
-worker.py, the program of these processes.
+Each other engine runs in a process of its own, under a Python that has its packages. Read first:
+lab/measure/timing.py. Read next: worker.py, the program of these processes.
 """
 
 import json
@@ -181,7 +180,7 @@ def our_engine(model: GPT, config: EngineConfig, prompts: Tokens, load: OfflineL
 
     def serve(count: int) -> Tokens:
         completions = engine.generate(prompts[:count], params, progress=False)
-        return [completion.tokens for completion in completions]
+        return [completion.output for completion in completions]
 
     return serve
 

@@ -449,7 +449,7 @@ def overload_by_class() -> Page:
     for label, options in AGEINGS.items():
         completions = serve(arrivals, "priority", options=options).completions
         rows[label] = [
-            (name, max(c.ttft or 0.0 for c in completions if c.priority == number), ".1f")
+            (name, max(c.ttft or 0.0 for c in completions if c.service.priority == number), ".1f")
             for number, name in enumerate(PRIORITIES)
         ]
     return Page(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kv_cache import Pages
 from lab.simulator.random_loads import RandomLoad
-from policies import make_scheduler
+from policies import make_scheduler, scheduler_of
 from scheduler import Request, Scheduler
 
 CHUNK = 8  # of all trials
@@ -214,7 +214,7 @@ def differs(first: str, second: str, load: RandomLoad, ample: bool) -> bool:
         config = replace(config, pages=positions)
     histories: list[Sequence[Step]] = []
     for policy in (first, second):
-        scheduler = replace(config, policy=policy).scheduler(time.monotonic)
+        scheduler = scheduler_of(replace(config, policy=policy), time.monotonic)
         prompts = zip(load.arrivals, load.prompts, strict=True)
         for number, (arrival, prompt) in enumerate(prompts):
             request = Request(

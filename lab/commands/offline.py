@@ -424,7 +424,7 @@ def print_end_to_end(
 
 def count_equal_texts(rows: Mapping[str, PolicyRun]) -> int:
     """For how many requests all policies generated the same tokens: chunks change no result."""
-    outputs = [[c.tokens for c in row.run.completions] for row in rows.values()]
+    outputs = [[c.output for c in row.run.completions] for row in rows.values()]
     return sum(tokens.count(tokens[0]) == len(tokens) for tokens in zip(*outputs, strict=True))
 
 

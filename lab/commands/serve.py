@@ -24,7 +24,6 @@ from lab.commands.serve_options import (
     KV_SENDS,
     THIS,
     CapacityOptions,
-    LoadOptions,
     ServeOptions,
     add_options,
     resolve,
@@ -70,7 +69,7 @@ class Server(NamedTuple):
     broken_rule: str | None = None
 
 
-def make_workload(options: LoadOptions) -> tuple[ArrivalsAt, str]:
+def make_workload(options: ServeOptions) -> tuple[ArrivalsAt, str]:
     """The arrivals at a rate, and a description of them. Without a rate a trace keeps its own."""
     prefix, prefixes = options.shared_prefix
     longest = options.max_len - prefix
@@ -178,7 +177,7 @@ class Comparison:
     """Servers and the load that all of them get. `report` is what --json holds: each number is
     printed and written when it is known."""
 
-    options: LoadOptions
+    options: ServeOptions
     arrivals_at: ArrivalsAt
     servers: Mapping[str, Server]
     report: dict[str, Any]

@@ -95,8 +95,8 @@ def slo_target(text: str) -> str | float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """The options of a load and of its report, which serve, capacity and `serve --url` share."""
+class ServeOptions:
+    """The options of `bench.py serve`. Those of `capacity` are the same, and CapacityOptions."""
 
     command: str
     qps: float | None = option(
@@ -156,12 +156,6 @@ class LoadOptions:
     csv: str | None = file_option("write a row for each request and policy")
     html: str | None = file_option("write a page to step through what was decided, and why")
     json: str | None = json_option()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions(LoadOptions):
-    """The options of `bench.py serve`. Those of `capacity` are the same, and CapacityOptions."""
-
     prefix_caching: list[bool] = option(  # one run each
         "share pages of prompts that begin alike; both is side by side with not doing so",
         choices=tuple(CACHING),
@@ -316,7 +310,7 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     options = from_args(kind, args, model=model)
     max_len = options.max_len
     kv_tokens = _simulated_kv_tokens(parser, options) if is_elsewhere else args.kv_tokens
-    check_load(parser, options)
+    _check_load(parser, options)
     sizes = args.page_size or [small_page_size(max_len, cache_device)]
     sizes = list(dict.fromkeys(max_len if size == "max" else size for size in sizes))
     if max(sizes) > max_len:
@@ -377,7 +371,7 @@ def _simulated_kv_tokens(parser: OptionParser, options: ServeOptions) -> int:
     return kv_tokens
 
 
-def check_load(parser: OptionParser, options: LoadOptions) -> None:
+def _check_load(parser: OptionParser, options: ServeOptions) -> None:
     """Exit with a message if the options of a load make no sense together."""
     prefix = options.shared_prefix[0]
     max_len = options.max_len

@@ -11,7 +11,7 @@ from typing import Any
 
 from cli.options import plain
 from cli.tables import Cell, format_table, show
-from lab.commands.serve_options import LoadOptions, ServeOptions
+from lab.commands.serve_options import ServeOptions
 from lab.measure import capacity, metrics, timing
 from lab.measure.capacity import JudgedRun, SearchResult
 from lab.measure.machine import Machine
@@ -35,7 +35,7 @@ that was tried was too high; below: none was low enough
 """  # noqa: E501
 
 
-def describe_load(options: LoadOptions, load: str, arrivals: Sequence[Arrival]) -> str:
+def describe_load(options: ServeOptions, load: str, arrivals: Sequence[Arrival]) -> str:
     """The load of `make_workload`, at its rate, as a line."""
     prompt_len = statistics.median(arrival.prompt_len for arrival in arrivals)
     output_len = statistics.median(arrival.output_len for arrival in arrivals)

@@ -15,7 +15,6 @@ from io import StringIO
 from pathlib import Path
 from typing import TypedDict
 
-from errors import one_line
 from exercises.catalog import EXERCISES
 from exercises.check import check_solution
 from exercises.report import answer_question, describe_details, draw_page, place_of
@@ -27,6 +26,7 @@ from policies.custom import (
     PolicyError,
     guarded,
     load_policy,
+    one_line,
     where_it_failed,
 )
 from policies.referee import Referee, Violation

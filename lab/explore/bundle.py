@@ -24,7 +24,6 @@ TEMPLATE = "policies/template.py"
 FILES = (  # relative to ROOT
     "bookkeeping.py",
     "config.py",
-    "errors.py",
     "kv_cache.py",
     "request.py",
     "scheduler.py",
@@ -49,7 +48,6 @@ FILES = (  # relative to ROOT
     "lab/simulator/simulation.py",
     "policies/*.py",
     "pretrained/__init__.py",
-    "pretrained/geometry.py",
     "pretrained/presets.py",
     "pretrained/sharding.py",
     "page/*.py",

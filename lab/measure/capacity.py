@@ -21,7 +21,7 @@ from lab.measure.workload import Arrival
 from model import GPT
 from parallel import runner_for
 from policies.pools import Sent
-from request import Completion
+from request import Request
 
 STEP = 1.5  # a factor of the rate, in a search
 MAX_RUNS = 60  # of a search, which takes a dozen
@@ -197,7 +197,7 @@ class Hopeless:
         self.long_gaps = 0
         self.long_delays = 0
 
-    def __call__(self, completion: Completion) -> bool:
+    def __call__(self, completion: Request) -> bool:
         """Count a request that has ended. Whether the run is hopeless now."""
         self.long_gaps += sum(gap > self.tbt_slo_s for gap in completion.tbt)
         delay_s = completion.scheduling_delay

@@ -1,6 +1,6 @@
 """From records to numbers: latencies, generation stalls, throughput, what the batches were made of.
 
-Pure functions of Completions and Iterations (engine.py; iterations in the order of time). All times
+Pure functions of Requests and Iterations (engine.py; iterations in the order of time). All times
 are in seconds on one clock. A value that does not exist is None, never 0 or NaN. Latencies are
 those of Sarathi-Serve §2.4, stalls those of §3.2 and Figure 1, the condition for capacity that of
 §5.1. TTFT, TBT and scheduling delay count for every request that has them, also for one that was
@@ -20,7 +20,7 @@ import numpy as np
 from lab.measure.token_budget import MAX_DELAY_S
 from policies.observers import Iteration
 from policies.priority import PRIORITIES
-from request import Completion
+from request import Request
 
 FINISHED = ("stop", "length")  # finish reasons of requests that got all of their output
 SERVED = 0.75  # share of the rate of arrivals that must be served meanwhile; few are in the making
@@ -58,7 +58,7 @@ class Stall:
     seconds: float  # the whole gap: a hybrid batch does not tell the chunk's time from the decode's
 
 
-def find_stalls(completions: Sequence[Completion], iterations: Sequence[Iteration]) -> list[Stall]:
+def find_stalls(completions: Sequence[Request], iterations: Sequence[Iteration]) -> list[Stall]:
     """Every generation stall, request by request.
 
     A gap holds the iterations that began in it: at one token or later, and before the next token.
@@ -75,7 +75,7 @@ def find_stalls(completions: Sequence[Completion], iterations: Sequence[Iteratio
                 prefills_of[iteration.micro_batch].append(prefill)
     stalls = []
     for completion in completions:
-        prefills = prefills_of[micro_batch_of.get(completion.request_id, 0)]
+        prefills = prefills_of[micro_batch_of.get(completion.id, 0)]
         if not prefills:
             continue
         times = completion.token_times
@@ -83,12 +83,12 @@ def find_stalls(completions: Sequence[Completion], iterations: Sequence[Iteratio
         for i, (start, end) in enumerate(pairwise(times)):
             tokens: Counter[int] = Counter()  # request id -> prefill tokens, in order
             for _, request_id, length in prefills[firsts[i] : firsts[i + 1]]:
-                if request_id != completion.request_id:
+                if request_id != completion.id:
                     tokens[request_id] += length
             if tokens:
                 caused_by = max(tokens, key=lambda request_id: tokens[request_id])
                 gap = (start, end, tokens.total(), caused_by, end - start)
-                stalls.append(Stall(completion.request_id, *gap))
+                stalls.append(Stall(completion.id, *gap))
     return stalls
 
 
@@ -114,7 +114,7 @@ class QueueSummary:
     grew: bool
 
 
-def served_rate(completions: Sequence[Completion]) -> float | None:
+def served_rate(completions: Sequence[Request]) -> float | None:
     """How many requests per second were served until the last one arrived; None if few arrived.
 
     The tail after the last arrival does not count: it tells how long a request takes, not how many
@@ -126,7 +126,7 @@ def served_rate(completions: Sequence[Completion]) -> float | None:
     last = max(completion.arrival for completion in completions)
     served = 0.0
     for completion in completions:
-        prompt_len = len(completion.prompt)
+        prompt_len = completion.prompt_len
         times = completion.token_times
         output_len = bisect_right(times, last)
         if output_len:
@@ -135,7 +135,7 @@ def served_rate(completions: Sequence[Completion]) -> float | None:
 
 
 def summarize_queue(
-    completions: Sequence[Completion], offered_per_s: float | None = None
+    completions: Sequence[Request], offered_per_s: float | None = None
 ) -> QueueSummary:
     """Find out whether the queue grew: whether delays became longer, and more requests arrive than
     the server can do.
@@ -212,8 +212,8 @@ class StallSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What is known of a run. What iterations tell is None where they are not known, as of a remote
-    server."""
+    """What is known of a run. What iterations tell is None where they are not known, as of a
+    simulation that keeps no record of them."""
 
     requests: int
     finished: int
@@ -271,23 +271,23 @@ class RunSummary:
 
 
 def summarize_run(
-    completions: Sequence[Completion],
+    completions: Sequence[Request],
     iterations: Sequence[Iteration],
     seconds: float,
     tbt_slo_s: float | None = None,
     offered_per_s: float | None = None,
 ) -> RunSummary:
     """Summarize a run of so many seconds: latencies, stalls, and what its batches were made of.
-    Without `iterations` it is what a client can see."""
+    Without `iterations` it is what the requests tell."""
     count = len(iterations)
     kinds = Counter((i.prefill_tokens > 0, i.decode_tokens > 0) for i in iterations)
     batch_tokens = sum(i.prefill_tokens + i.decode_tokens for i in iterations)
     busy_s = sum(i.end - i.start for i in iterations)
     finished = [c for c in completions if c.finish_reason in FINISHED]
-    served_tokens = sum(len(c.prompt) + len(c.token_times) for c in completions if c.token_times)
+    served_tokens = sum(c.prompt_len + len(c.token_times) for c in completions if c.token_times)
     scheduled = [c for c in completions if c.scheduled is not None]
     cached_tokens = sum(c.cached_tokens for c in scheduled)
-    prefill_tokens = sum(len(c.prompt) + c.recomputed_tokens for c in scheduled)
+    prefill_tokens = sum(c.prompt_len + c.recomputed_tokens for c in scheduled)
     stalls = find_stalls(completions, iterations)
     return RunSummary(
         requests=len(completions),
@@ -320,7 +320,7 @@ def summarize_run(
 
 
 def goodput(
-    completions: Sequence[Completion], seconds: float, *, ttft_slo_s: float, tbt_slo_s: float
+    completions: Sequence[Request], seconds: float, *, ttft_slo_s: float, tbt_slo_s: float
 ) -> float | None:
     """How many requests per second met their SLOs, in a run of so many seconds; None of a run that
     took no time.
@@ -328,7 +328,7 @@ def goodput(
     They have finished, their TTFT is within its SLO, and 99 % of their TBTs are within theirs: the
     mean of them, which other programs count, would hide a stall."""
 
-    def is_good(completion: Completion) -> bool:
+    def is_good(completion: Request) -> bool:
         if completion.finish_reason not in FINISHED or completion.ttft is None:
             return False
         if completion.ttft > ttft_slo_s:
@@ -340,7 +340,7 @@ def goodput(
 
 
 def request_rows(
-    completions: Iterable[Completion], iterations: Sequence[Iteration], tbt_slo_s: float
+    completions: Iterable[Request], iterations: Sequence[Iteration], tbt_slo_s: float
 ) -> Iterator[dict[str, Any]]:
     """A dict for each request of a run, for csv.DictWriter: of its TBTs "beside_prefill", which
     have others' prefill in them, "stalls" are longer than the SLO."""
@@ -350,14 +350,14 @@ def request_rows(
         stalls_of[stall.request_id].append(stall)
     for completion in completions:
         tbt = percentiles(completion.tbt)
-        stalls = stalls_of[completion.request_id]
+        stalls = stalls_of[completion.id]
         longest = longest_stall(stalls)
         finished = completion.finish_reason in FINISHED
         yield {
-            "request_id": completion.request_id,
-            "class": PRIORITIES[completion.priority],
+            "request_id": completion.id,
+            "class": PRIORITIES[completion.service.priority],
             "arrival": completion.arrival,
-            "prompt_tokens": len(completion.prompt),
+            "prompt_tokens": completion.prompt_len,
             "output_tokens": len(completion.token_times),
             "finish_reason": completion.finish_reason,
             "scheduling_delay_s": completion.scheduling_delay,

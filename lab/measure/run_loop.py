@@ -14,12 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from errors import QueueFull
+from config import QueueFull
 from lab.measure.arrival import Arrival
 from policies.observers import Iteration
 from policies.pools import Sent
 from policies.priority import PRIORITIES
-from request import Completion, Event
+from request import Event, Request, Service
 from scheduler import Scheduler
 
 
@@ -61,7 +61,7 @@ class Server(Protocol):
         """Compute one batch, and return the Events of its tokens."""
         ...
 
-    def abort(self, i: int, /) -> Completion:
+    def abort(self, i: int, /) -> Request:
         """End request i."""
         ...
 
@@ -82,7 +82,7 @@ class Recorder(Protocol):
 class Run:
     """What was seen of one run. Times are in seconds from its start."""
 
-    completions: list[Completion]  # of request i in arrivals; "abort": rejected or interrupted
+    completions: list[Request]  # of request i in arrivals; "abort": rejected or interrupted
     iterations: list[Iteration]
     seconds: float  # until the last token
     own_fraction: float | None  # share of the steps' time outside of forward and token transfer
@@ -120,7 +120,7 @@ class LoadRun:
         prompts: Sequence[list[int]] | None = None,
         progress: Callable[[], object] = no_progress,
         recorder: Recorder | None = None,
-        gives_up: Callable[[Completion], bool] | None = None,
+        gives_up: Callable[[Request], bool] | None = None,
     ) -> None:
         self.server = server
         self.arrivals = arrivals
@@ -128,7 +128,7 @@ class LoadRun:
         self.progress = progress
         self.recorder = recorder
         self.gives_up = gives_up
-        self.completions: dict[int, Completion] = {}  # by request
+        self.completions: dict[int, Request] = {}  # by request
         self.iterations: list[Iteration] = []
         self.arrived: set[int] = set()
         self.refused = 0
@@ -165,8 +165,8 @@ class LoadRun:
         events = self.server.step()
         self.in_steps_s += self.server.clock() - began
         for event in events:
-            if event.completion:
-                self._complete(event.request_id, event.completion)
+            if event.finish_reason:
+                self._complete(event.request.id, event.request)
         iteration = self.server.last_iteration
         if iteration:
             self.iterations.append(iteration)
@@ -214,7 +214,7 @@ class LoadRun:
         in_forward_s = sum(i.end - i.launch for i in self.iterations if i.launch is not None)
         return 1 - in_forward_s / self.in_steps_s
 
-    def _complete(self, i: int, completion: Completion) -> None:
+    def _complete(self, i: int, completion: Request) -> None:
         """Keep the completion of request i. The turn that continues it becomes due."""
         self.completions[i] = completion
         turn = self.next_turn.get(i)
@@ -236,11 +236,13 @@ class LoadRun:
             self.server.add(i, arrival, self._prompt_of(i))
         except QueueFull:
             self.refused += 1
-            self.completions[i] = Completion(
-                request_id=i,
-                prompt=[0] * arrival.prompt_len,
+            self.completions[i] = Request(
+                id=i,
+                tokens=[0] * arrival.prompt_len,
+                prompt_len=arrival.prompt_len,
+                max_new_tokens=arrival.output_len,
                 arrival=time,
-                priority=PRIORITIES.index(arrival.priority),
+                service=Service(PRIORITIES.index(arrival.priority)),
                 finish_reason="abort",
             )
 
@@ -252,4 +254,4 @@ class LoadRun:
         if follows is None:
             return self.prompts[i]
         previous = self.completions[follows]
-        return [*previous.prompt, *previous.tokens, *self.prompts[i]]
+        return [*previous.tokens, *self.prompts[i]]

@@ -21,7 +21,7 @@ from lab.measure.metrics import MAX_DELAY_S
 from lab.pictures import style
 from lab.pictures.bars import draw_bars
 from policies.observers import Iteration
-from request import Completion
+from request import Request
 
 LANE_COLORS = {"prefill": style.PREFILL, "waiting": style.WAITING}
 BATCH_COLORS = {"hybrid batch": style.HYBRID, "decodes only": style.DECODE}
@@ -32,7 +32,7 @@ class RecordedRun(Protocol):
     """The part of a lab.measure.run_loop.Run that is drawn."""
 
     @property
-    def completions(self) -> Sequence[Completion]: ...
+    def completions(self) -> Sequence[Request]: ...
 
     @property
     def iterations(self) -> Sequence[Iteration]: ...
@@ -101,14 +101,14 @@ def draw_batches(axis: Axes, iterations: Sequence[Iteration]) -> None:
     style.bare(axis, "bottom")
 
 
-def lane_bars(completions: Iterable[Completion], iterations: Iterable[Iteration]) -> list[Bar]:
+def lane_bars(completions: Iterable[Request], iterations: Iterable[Iteration]) -> list[Bar]:
     """The bars of all lanes, in the order in which they are drawn: waiting, gaps, prefills."""
     waiting: list[Bar] = []
     gaps: list[Bar] = []
     for each in completions:
         if each.scheduled is not None and each.scheduled > each.arrival:
-            waiting.append(Bar(each.request_id, each.arrival, each.scheduled, "waiting"))
-        gaps += [Bar(each.request_id, *gap, "gap") for gap in pairwise(each.token_times)]
+            waiting.append(Bar(each.id, each.arrival, each.scheduled, "waiting"))
+        gaps += [Bar(each.id, *gap, "gap") for gap in pairwise(each.token_times)]
     prefills = [
         Bar(request_id, iteration.start, iteration.end, "prefill")
         for iteration in iterations
@@ -201,7 +201,7 @@ TBT = "time between tokens (TBT) in s"
 DELAY = "scheduling delay in s"
 
 
-def latencies_of(completions: Sequence[Completion]) -> dict[str, list[float]]:
+def latencies_of(completions: Sequence[Request]) -> dict[str, list[float]]:
     """All values of each latency, in seconds."""
     return {
         TTFT: [each.ttft for each in completions if each.ttft is not None],

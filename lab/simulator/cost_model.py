@@ -14,10 +14,9 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
-from errors import check_number
+from config import GPTConfig
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, Device, Link, find
 from policies.iteration_time import BatchShape, IterationTime
-from pretrained.geometry import GPTConfig
 from pretrained.sharding import local_config
 
 BYTES = 2  # of a number: all weights, keys and values are of 16 bits
@@ -139,7 +138,6 @@ class CostModel:
 
     def __post_init__(self) -> None:
         self.layers = local_config(self.config, self.tp, self.pp).n_layer  # of a stage
-        check_number("cpu_s", self.cpu_s, "a finite number of seconds, at least 0", minimum=0)
         self.tile = self.device.tile
         self.stage_link = self.tp_link or LINKS[self.device.link]
         self.matrices = matrices(self.config, self.tp)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from errors import check_one_of
-from pretrained.geometry import GPTConfig
+from config import GPTConfig
 from pretrained.presets import PRESETS
 
 Entry = TypeVar("Entry")
@@ -179,5 +178,6 @@ PARALLEL_BLOCKS = ("falcon-180b",)  # models whose attention and MLP share one a
 
 def find(table: Mapping[str, Entry], argument: str, name: str) -> Entry:
     """table[name]. Raises ValueError, naming the argument and what is allowed, for another name."""
-    check_one_of(argument, name, table)
+    if name not in table:
+        raise ValueError(f"{argument}={name!r}: must be one of {', '.join(table)}")
     return table[name]

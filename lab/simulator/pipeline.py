@@ -171,13 +171,11 @@ def summarize(
         )
         for stage in busy
     ]
-    tokens = sum(len(completion.prompt) + len(completion.tokens) for completion in run.completions)
+    tokens = sum(len(completion.tokens) for completion in run.completions)
     return PipelineSummary(
         makespan_s=run.seconds,
         tokens_per_s=tokens / run.seconds,
-        median_bubble_s=median(
-            [bubbles.get(completion.request_id, 0.0) for completion in run.completions]
-        ),
+        median_bubble_s=median([bubbles.get(completion.id, 0.0) for completion in run.completions]),
         kinds_s=kinds_s,
         stages=stages,
         busy=run.drift > BUSY,

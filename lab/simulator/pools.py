@@ -19,6 +19,7 @@ from lab.measure.workload import Arrival
 from lab.simulator.cost_model import Cost, CostModel
 from lab.simulator.devices import Link
 from lab.simulator.simulation import Simulated, Simulation, run_simulation
+from policies import pages_of
 from policies.micro_batches import StageTime
 from policies.observers import Iteration
 from policies.pools import Pools, PrefillInstance, Sent, Transfer, TwoPools
@@ -116,10 +117,13 @@ class PoolSimulation(Simulation):
         """Those of both pools."""
         config = self.config
         caching = replace(config, prefix_caching=False)
+        assert config.max_batch and config.max_len  # of a simulation
         self.two_pools = TwoPools(
-            [config.pages_of() for _ in range(self.pools.prefill)],
-            [caching.pages_of() for _ in range(self.pools.decode)],
-            **config.limits,
+            [pages_of(config) for _ in range(self.pools.prefill)],
+            [pages_of(caching) for _ in range(self.pools.decode)],
+            chunk=config.chunk,
+            max_batch=config.max_batch,
+            max_len=config.max_len,
             cuts_prompts=self.cuts_prompts,
             clock=self.clock,
         )

@@ -15,14 +15,14 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from config import EngineConfig
-from errors import check_whole
 from lab.measure.arrival import Arrival
 from lab.measure.run_loop import LoadRun, Run
 from lab.simulator.cost_model import Cost, CostModel, StageTimes
+from policies import scheduler_of, with_tile
 from policies.micro_batches import MicroBatches, StageRun, StageTime
 from policies.observers import Iteration
 from policies.priority import make_service
-from request import Batch, Completion, Event, Request
+from request import Batch, Event, Request
 from scheduler import (
     VLLM,
     Orca,
@@ -157,11 +157,8 @@ class Simulation(MicroBatches):
     def __init__(
         self, cost: Cost, config: EngineConfig, *, replicas: int = 1, record: bool = True
     ) -> None:
-        check_whole("replicas", replicas, minimum=1)
-        for name in ("max_batch", "max_len", "page_size", "pages"):  # which may be None elsewhere
-            check_whole(name, getattr(config, name), minimum=1)
         self.cost = cost
-        self.config = config.with_tile(cost.tile)
+        self.config = with_tile(config, cost.tile)
         self.record = record
         # whether SteadyDecodes are looked for; other costs may ask for the chunks of a batch
         self.repeats = not record and type(cost) is CostModel and not config.prefix_caching
@@ -178,7 +175,7 @@ class Simulation(MicroBatches):
     def make_schedulers(self, replicas: int) -> Sequence[Scheduler]:
         """One for each micro-batch of all replicas."""
         pp = self.cost.pp
-        return [self.config.scheduler(self.clock, pp) for _ in range(pp * replicas)]
+        return [scheduler_of(self.config, self.clock, pp) for _ in range(pp * replicas)]
 
     def clock(self) -> float:
         """The time of the simulation, in seconds."""
@@ -225,11 +222,11 @@ class Simulation(MicroBatches):
         )
         self.schedulers[0].add(request)
 
-    def abort(self, i: int) -> Completion:
+    def abort(self, i: int) -> Request:
         """Give request i up."""
         for micro_batch in range(len(self.steady)):
             self._settle(micro_batch)
-        return Completion.of(self.schedulers[0].abort(i))
+        return self.schedulers[0].abort(i)
 
     def step(self) -> list[Event]:
         """Let the next micro-batch that is ready send a batch through its pipeline, if it has work.
@@ -298,7 +295,7 @@ class Simulation(MicroBatches):
         """The Events of new tokens; without a record of those that end a request, as nobody looks
         at the others."""
         return [
-            Event.of(request, token, Completion.of(request) if request.finish_reason else None)
+            Event.of(request, token)
             for request, token in new_tokens
             if self.record or request.finish_reason
         ]

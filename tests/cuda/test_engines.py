@@ -84,11 +84,11 @@ def serve(gpu, model, policy="sarathi-serve", attention="auto", page_size=MAX_LE
     while engine.has_work:
         gpu.waits.clear()
         events = engine.step()
-        completions += [event.completion for event in events if event.completion]
+        completions += [event.request for event in events if event.finish_reason]
         (wait,) = gpu.waits
         assert wait.reason == ("tolist" if events else "synchronize")
         assert wait.place.startswith("runner.py:")
-    assert sorted(len(completion.tokens) for completion in completions) == [3] * 5
+    assert sorted(len(completion.output) for completion in completions) == [3] * 5
     assert gpu.compiled == compiled
     return engine
 

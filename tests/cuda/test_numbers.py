@@ -113,10 +113,10 @@ def largest_difference(reference, completions):
     """Of the log probabilities of all chosen tokens, from those of a plain prefill."""
     differences = []
     for completion in completions:
-        n = len(completion.prompt)
-        logits = prefill(reference, completion.prompt + completion.tokens)
+        n = completion.prompt_len
+        logits = prefill(reference, completion.prompt + completion.output)
         logprobs = logits.log_softmax(dim=-1)[n - 1 : -1]
-        expected = logprobs.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        expected = logprobs.gather(1, torch.tensor(completion.output)[:, None])[:, 0]
         chosen = torch.tensor(completion.logprobs, dtype=torch.float64)
         assert not chosen.isnan().any()
         differences.append((chosen - expected).abs().max().item())
@@ -148,7 +148,7 @@ def test_the_engines_of_cuda_equals_cpu_run(geometry, load, case, gpu):
     model = GPT(config, "cuda", getattr(torch, dtype_name))
     completions = serve(model, LOADS[load], "sarathi-serve", attention, int(page_size))
     for completion, params in zip(completions, LOADS[load].params_of_each(), strict=True):
-        assert len(completion.tokens) == params.max_new_tokens
+        assert len(completion.output) == params.max_new_tokens
     assert gpu.kernels
 
 

@@ -3,8 +3,6 @@
 import pytest
 
 import examples.schedule_cost
-from examples import server_overhead
-from examples.server_overhead import ServerCost
 from lab.measure import schedule_cost
 from policies import ALL_POLICIES
 
@@ -37,16 +35,3 @@ def test_the_table_names_the_slowest_policy(monkeypatch, capsys):
         ["|", "orca", "|", "2", "|"],
     ]
     assert lines[-1] == "slowest: vllm, 90 us"
-
-
-def test_the_servers_rate_is_printed_beside_the_engines(monkeypatch, capsys):
-    monkeypatch.setattr(server_overhead, "measure_server_cost", lambda: ServerCost(2000.0, 1500.0))
-    server_overhead.main()
-    expected = "engine.generate: 2,000 tokens/s\nserver: 1,500 tokens/s\n25.0% less\n"
-    assert capsys.readouterr().out == expected
-
-
-def test_all_streams_are_read_to_their_end(tiny):
-    body = server_overhead.request_body([1]) | {"model": "tiny", "max_tokens": 3}
-    port = int(tiny.url.rpartition(":")[2])
-    assert server_overhead.stream_all(port, [body] * 4) == 4 * 3  # an event for each token
