@@ -13,7 +13,9 @@ layers are called as in SARATHI's Table 1: preproj, postproj, ffn_ln1, ffn_ln2.
 
 Read first: kv_cache.py and attention/. Read next: sampling.py."""
 
+import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -25,14 +27,8 @@ from attention.plan import AttentionBackend, AttentionPlan, to_device
 from config import GPTConfig
 from kv_cache import KVCache, slot_mapping
 from pretrained import checkpoints
-from pretrained.random_weights import init_weight, weight_generator
-from pretrained.rope import rope_table
-from pretrained.sharding import Slices, slices_of
+from pretrained.random_weights import init_weights
 from request import Chunk
-from runtime.memory import check_model_fits, check_placement
-from runtime.pieces import by_rows
-
-ROPE_POSITIONS = 4096  # of a new model's table
 
 
 class FlatBatch(NamedTuple):
@@ -71,8 +67,6 @@ class FlatBatch(NamedTuple):
 class GPT(nn.Module):
     """A GPT-2 or LLaMA that computes hybrid batches."""
 
-    stages = 1  # the whole model has so many times the layers that are here: parallel/shard.py
-
     def __init__(
         self,
         config: GPTConfig,
@@ -82,26 +76,41 @@ class GPT(nn.Module):
     ) -> None:
         """A model with random weights, or with memory that is not filled if `seed` is None.
 
-        The weights are made in `dtype` on `device`: there is never a second copy of them. Raises
-        ValueError before that, if the device cannot have this type, or this much."""
-        check_placement(device, dtype)
-        generator = None if seed is None else weight_generator(device, seed)
+        The weights are made in `dtype` on `device`: there is never a second copy of them."""
         super().__init__()
         self.config = config
-        self.compiled = False
-        factory: dict[str, Any] = {"device": "meta", "dtype": dtype}  # allocated by to_empty below
-        self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd, **factory)
-        if config.family == "gpt2":
-            self.position_embedding = nn.Embedding(config.max_positions, config.n_embd, **factory)
-        self.blocks: Any = nn.ModuleList(Block(config, **factory) for _ in range(config.n_layer))
-        self.final_norm = new_norm(config, **factory)
-        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False, **factory)
-        check_model_fits(config.sizes, self, device)
+        self.compiled = False  # see fast.compile_layers
+        with torch.device("meta"):  # memory comes below
+            self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
+            if config.family == "gpt2":
+                self.position_embedding = nn.Embedding(config.max_positions, config.n_embd)
+            self.blocks: Any = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+            self.final_norm = new_norm(config)
+            self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.to(dtype)
+        self.allocate(device)
+        if seed is not None:
+            init_weights(self, seed)
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> Self:
+        """Load a checkpoint in the Hugging Face format: a local directory, or a name on the Hub.
+
+        `max_positions` may be its sliding window. Raises as checkpoints.find, read_config and
+        load_weights."""
+        directory = checkpoints.find(name)
+        model = cls(checkpoints.read_config(directory), device, dtype, seed=None)
+        checkpoints.load_weights(model, directory)
+        return model
+
+    def allocate(self, device: torch.device | str) -> None:
+        """Give all weights memory on this device, which is not filled."""
         self.to_empty(device=device)
         self.requires_grad_(False)
-        if generator is not None:
-            for name, parameter in self.named_parameters():
-                init_weight(name, parameter, config.n_layer, generator)
+        if self.config.tie_embeddings:
+            self.head.weight = self.token_embedding.weight
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch, cache: KVCache) -> Tensor:
@@ -118,13 +127,14 @@ class GPT(nn.Module):
 
     def compute_layers(self, x: Tensor, batch: FlatBatch, cache: KVCache) -> Tensor:
         """The second part, with attention: (num_tokens, n_embd) -> the same."""
-        rope = ()
-        if self.rope is not None:
-            if len(self.rope) < cache.max_len:
-                self.rope = rope_table(self.config, self.device, self.dtype, cache.max_len)
-            rope = (self.rope[batch.positions],)
+        config = self.config
+        inputs = []
+        if config.family == "llama":
+            table = rope_table(config, cache.max_len, self.device, self.dtype)
+            inputs = [table[batch.positions]]
         for layer, block in enumerate(self.blocks):
-            q, kv = by_rows(block.project, x, *rope)
+            qkv = by_rows(block.project, x, *inputs)
+            q, kv = qkv.split([config.n_head, 2 * config.n_kv_head], dim=1)
             cache.write(layer, kv, batch.slot_mapping)
             y = batch.attend(q, *cache.layer(layer))
             x = by_rows(block.finish, x, y)
@@ -144,71 +154,29 @@ class GPT(nn.Module):
         """The type of the weights."""
         return self.final_norm.weight.dtype
 
-    def compile(self) -> None:
-        """torch.compile each layer around attention, which fuses what lies between the products."""
-        self.compiled = True
-        for block in self.blocks:
-            block.project = torch.compile(block.project, dynamic=True)
-            block.finish = torch.compile(block.finish, dynamic=True)
-
-    @classmethod
-    def from_pretrained(
-        cls, name: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-    ) -> Self:
-        """Load a checkpoint in the Hugging Face format: a local directory, or a name on the Hub.
-
-        `max_positions` may be its sliding window. Raises ValueError for all that is unknown,
-        unsupported or missing in it, FileNotFoundError where there is nothing to load."""
-        check_placement(device, dtype)
-        directory = checkpoints.find(name)
-        # nothing is allocated before all is known to fit
-        model = cls(checkpoints.read_config(directory), "meta", dtype, seed=None)
-        checkpoints.load_weights(model, directory, device)
-        return model
-
-    def whole_model(self) -> "GPT":
-        """The model that this is a part of: itself. A parallel.shard.Shard has another, without
-        memory."""
-        return self
-
-    def slices_of(self, name: str) -> Slices:
-        """The slices of the whole model that the parameter `name` holds: here, all of it."""
-        return slices_of(self.config, 1, 1, 0, name, self.get_parameter(name).shape)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # to(...), to_empty(...): tied weights stay tied, and rope is never rounded to 16 bits
-        super()._apply(fn, recurse)
-        if self.config.tie_embeddings:
-            self.head.weight = self.token_embedding.weight
-        self.rope = None
-        if self.config.family == "llama" and self.device.type != "meta":
-            positions = min(self.config.max_positions, ROPE_POSITIONS)  # more if a cache needs them
-            self.rope = rope_table(self.config, self.device, self.dtype, positions)
-        return self
-
 
 class Block(nn.Module):
     """One transformer layer: `project`, then attention over the cache, then `finish`."""
 
-    def __init__(self, config: GPTConfig, **factory: Any) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
         bias = config.family == "gpt2"
         qkv_dim = (config.n_head + 2 * config.n_kv_head) * config.head_dim
         ffn_in = config.n_inner if bias else 2 * config.n_inner  # SwiGLU: gate and up in one matrix
-        self.attn_norm = new_norm(config, **factory)
-        self.preproj = nn.Linear(config.n_embd, qkv_dim, bias or config.qkv_bias, **factory)
+        self.attn_norm = new_norm(config)
+        self.preproj = nn.Linear(config.n_embd, qkv_dim, bias or config.qkv_bias)
         if config.qk_norm:
-            self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps, **factory)
-            self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps, **factory)
-        self.postproj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias, **factory)
-        self.ffn_norm = new_norm(config, **factory)
-        self.ffn_ln1 = nn.Linear(config.n_embd, ffn_in, bias, **factory)
-        self.ffn_ln2 = nn.Linear(config.n_inner, config.n_embd, bias, **factory)
+            self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
+        self.postproj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias)
+        self.ffn_norm = new_norm(config)
+        self.ffn_ln1 = nn.Linear(config.n_embd, ffn_in, bias)
+        self.ffn_ln2 = nn.Linear(config.n_inner, config.n_embd, bias)
 
-    def project(self, x: Tensor, rope: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def project(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
         """x (num_tokens, n_embd), rope (num_tokens, 2, 1, head_dim), rows of the rope_table
-        -> q (num_tokens, n_head, head_dim), k and v (num_tokens, 2 * n_kv_head, head_dim)."""
+        -> q, k and v side by side, (num_tokens, n_head + 2 * n_kv_head, head_dim)."""
         n_head, n_kv_head = self.config.n_head, self.config.n_kv_head
         qkv = self.preproj(self.attn_norm(x)).view(len(x), -1, self.config.head_dim)
         if self.config.qk_norm:
@@ -216,29 +184,37 @@ class Block(nn.Module):
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
         if rope is not None:
             rotate_(qkv[:, : n_head + n_kv_head], *rope.unbind(1))
-        return qkv[:, :n_head], qkv[:, n_head:]
+        return qkv
 
     def finish(self, x: Tensor, y: Tensor) -> Tensor:
         """The rest of the layer: x (num_tokens, n_embd), y (num_tokens, n_head, head_dim) -> x."""
-        x = self.sum_up(self.postproj(y.flatten(1))).add_(x)
+        x = self.postproj(y.flatten(1)).add_(x)
         h = self.ffn_ln1(self.ffn_norm(x))
         if self.config.family == "gpt2":
             h = F.gelu(h, approximate="tanh")
         else:
             gate, up = h.chunk(2, dim=-1)
             h = F.silu(gate).mul_(up)
-        return self.sum_up(self.ffn_ln2(h)).add_(x)
-
-    def sum_up(self, x: Tensor) -> Tensor:
-        """x itself: all of the layer is here. See parallel/shard.py for where it is not."""
-        return x
+        return self.ffn_ln2(h).add_(x)
 
 
-def new_norm(config: GPTConfig, **factory: Any) -> nn.LayerNorm | nn.RMSNorm:
+def by_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """function(*tensors), for long batches in pieces of some rows, of which each is its own.
+
+    A CPU's allocator returns blocks of over 32 MB to the system, and new ones mean page faults. On
+    CUDA it bounds the memory."""
+    rows = 8192 if tensors[0].is_cuda else 1024
+    if len(tensors[0]) <= rows:
+        return function(*tensors)
+    pieces = zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+    return torch.cat([function(*piece) for piece in pieces])
+
+
+def new_norm(config: GPTConfig) -> nn.LayerNorm | nn.RMSNorm:
     """The family's normalization of x (num_tokens, n_embd)."""
     if config.family == "gpt2":
-        return nn.LayerNorm(config.n_embd, eps=config.norm_eps, **factory)
-    return nn.RMSNorm(config.n_embd, eps=config.norm_eps, **factory)
+        return nn.LayerNorm(config.n_embd, eps=config.norm_eps)
+    return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -247,3 +223,29 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     It is computed in the type of cos and sin. Dimension i is paired with i + head_dim / 2, as in
     checkpoints in the Hugging Face format."""
     x.copy_(torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin))
+
+
+@cache
+def rope_table(
+    config: GPTConfig, positions: int, device: torch.device | str, dtype: torch.dtype
+) -> Tensor:
+    """The factors of `rotate_`, (positions, 2, 1, head_dim), at least float32.
+
+    At every position there are the cosines of all angles, twice, and their sines, first negative.
+    LLaMA 3's `rope_scaling` stretches wavelengths longer than the trained context by `factor`,
+    keeps those much shorter, and interpolates between."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    frequency = config.rope_theta**-exponent  # (head_dim / 2,), the angle per position
+    scaling = config.rope_scaling
+    if scaling is not None:
+        turns = scaling.original_max_positions * frequency / (2 * math.pi)  # in trained contexts
+        low = scaling.low_freq_factor
+        high = scaling.high_freq_factor
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (keep + (1 - keep) / scaling.factor)
+    position = torch.arange(positions, dtype=torch.float64)
+    angle = torch.outer(position, frequency)
+    cos = angle.cos()
+    sin = angle.sin()
+    table = torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], dim=1).unsqueeze(2)
+    return table.to(device=device, dtype=torch.promote_types(dtype, torch.float32))

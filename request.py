@@ -130,6 +130,19 @@ class Chunk(NamedTuple):
         return self.pages[: -(-self.end // page_size)]
 
 
+def lone_chunk(
+    pages: list[int], start: int, tokens: Sequence[int], yields_token: bool = True
+) -> Chunk:
+    """A chunk of no scheduler's request, in these pages: to warm up, to measure or to test with.
+
+    What comes before `start` is computed."""
+    all_tokens = [0] * start + list(tokens)
+    if not yields_token:
+        all_tokens.append(0)
+    request = Request(0, all_tokens, prompt_len=len(all_tokens), max_new_tokens=1, pages=pages)
+    return Chunk(request, start, len(tokens))
+
+
 class Batch(list[Chunk]):
     """The chunks of one iteration, at most one for each request.
 

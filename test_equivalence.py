@@ -12,31 +12,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import attention
-from attention import sdpa
-from attention.cpu_matmul import Matmul
-from attention.pages import gather
 from attention.plan import staircase
-from attention.sdpa import SDPA
+from attention.sdpa import SDPA, read
 from engine import Engine
 from examples import nano
 from kv_cache import slot_mapping
-from model import GPT, FlatBatch, GPTConfig
+from model import GPT, FlatBatch, GPTConfig, rope_table
 from policies import POLICIES
-from pretrained.rope import rope_table
-from runtime.lone_chunk import lone_chunk
+from request import lone_chunk
+from runtime import runner
 from sampling import SamplingParams
 from tests.helpers import alone, block_tables, poison, poisoned_cache, run, tiny_model
 
 by_layout = pytest.mark.parametrize("position_major", [False, True], ids=["heads", "slots"])
 
 
-@pytest.fixture(autouse=True, params=["sdpa", "matmul"])
+@pytest.fixture(autouse=True, params=["plain", "matmul"])
 def backend(request, monkeypatch):
-    """All of this holds for both backends of a CPU, also the one that is not for float64."""
-    if request.param == "matmul":
-        monkeypatch.setattr(attention, "BY_MATMUL", (torch.float64, torch.float32, torch.bfloat16))
-        monkeypatch.setattr("attention.cpu_matmul.KEY_BLOCK", 16)
+    """All of this holds for the plain way, and for fast/'s products, which are for bfloat16."""
+    if request.param == "plain":
+        monkeypatch.setattr(runner, "find_fast", lambda: None)
+        return
+    fast = pytest.importorskip("fast")
+    monkeypatch.setattr(fast, "BY_MATMUL", (torch.float64, torch.float32, torch.bfloat16))
+    monkeypatch.setattr("fast.cpu_matmul.KEY_BLOCK", 16)
 
 
 def tokens_of(model, n, seed=0):
@@ -136,15 +135,6 @@ def test_chunks_in_pages_equal_full_prefill(model, n, page_size, sizes, scattere
         chunks = set(range(1, n + 1))
     for chunk in chunks - {0}:
         close(prefill(model, tokens, chunk, page_size, scattered, position_major), full)
-
-
-def test_chunks_longer_than_a_query_block_equal_full_prefill(model, monkeypatch):
-    tokens = tokens_of(model, 300)
-    with monkeypatch.context() as patch:
-        patch.setattr(sdpa, "QUERY_BLOCK", 512)  # the whole prompt is one block
-        full = prefill(model, tokens)
-    for chunk in (1, 127, 128, 129, 200, 256, 300):
-        close(prefill(model, tokens, chunk), full)
 
 
 def test_rows_go_through_a_layer_in_pieces_without_a_trace():
@@ -305,18 +295,7 @@ def test_sixteen_bits_lose_no_more_than_rounding(model, dtype):
     for chunk in (1, 7, 129, 150):
         got = prefill(small, tokens, chunk).double()
         assert (got - expected).abs().max() < 0.05 * expected.abs().max()
-    assert rope_table(model.config, "cpu", dtype).dtype == torch.float32
-    if model.rope is not None:
-        assert small.rope.dtype == rounded.to(dtype).rope.dtype == torch.float32
-
-
-@pytest.mark.slow  # and needs a C++ compiler
-def test_compiled_model_gives_the_same_logits():
-    model = tiny_model(dtype=torch.float32, n_layer=1)
-    compiled = in_dtype(model, torch.float32)
-    compiled.compile()
-    for tokens in ([1, 2, 3, 4, 5], [6]):
-        close(prefill(compiled, tokens), prefill(model, tokens), 1e-4)
+    assert rope_table(model.config, 9, "cpu", dtype).dtype == torch.float32
 
 
 # pages
@@ -337,111 +316,29 @@ def test_slots_and_pages_are_the_formula_token_by_token(data, page_size):
     assert span.used_pages(page_size) == used
 
 
-def test_pages_that_follow_each_other_are_read_in_place(monkeypatch):
+def test_pages_that_follow_each_other_are_read_in_place():
     model = tiny_model(n_kv_head=2)
     cache = poisoned_cache(model, 8, page_size=4, max_len=32)
-    copied = []
-
-    def counted(x, rows, page_size):
-        copied.append(rows)
-        return gather(x, rows, page_size)
-
-    monkeypatch.setattr(sdpa, "gather", counted)
-    in_place = [[2, 3, 4], [7], [0], [3, 4, 5, 6]]
-    scattered = [[5, 1, 6], [1, 0], [3, 5], [3, 4, 6], [4, 3, 5]]
-    for table in in_place + scattered:
-        tokens = 4 * len(table)
-        run(model, cache, [a_span(table, 0, tokens)])
-        run(model, cache, [a_span([*table, 0], tokens - 1, 1)])  # page 0 is not read
-        copies = 2 * 2 * model.config.n_layer if table in scattered else 0
-        assert len(copied) == copies
-        copied.clear()
+    cache.data.normal_()
+    keys, _ = cache.layer(1)
+    backend = SDPA(model.config, cache)
+    for table in ([2, 3, 4], [7], [0], [3, 4, 5, 6], [5, 1, 6], [1, 0], [3, 4, 6], [4, 3, 5]):
+        count = 4 * len(table) - 1
+        span = a_span([*table, 0], count - 1, 1)  # page 0 is not read
+        k = read(keys, backend.slots(span, count))
+        assert torch.equal(k, keys[:, slot_mapping(table, 4, 0, count)])
+        in_place = k.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
+        assert in_place == (table == list(range(table[0], table[-1] + 1)))
 
 
-# the masks
+# the mask
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
-def test_sdpa_mask_is_figure_6(group):
-    model = tiny_model(n_kv_head=4 // group)
-    backend = SDPA(model.config, poisoned_cache(model, 1, 32))
-    own_keys = Matmul(model.config, poisoned_cache(model, 1, 32))
-    assert torch.equal(backend.bias, staircase(32, 32, group, torch.float64))
-    for start in range(24):
-        for length in range(1, 8):
-            end = start + length
-            window = backend.bias[: length * group, 32 - start : 32 + length]  # as promised
-            visible = figure_6(start, length).repeat_interleave(group, dim=0)
-            assert torch.equal(window == 0, visible)
-            assert torch.equal(window == float("-inf"), ~visible)
-            mask = backend.mask(start, length, end)
-            assert mask is None if length == 1 else torch.equal(mask, window)
-            wider = own_keys.mask(start, length, end + 5)
-            assert torch.equal(wider[:, :length], window[:, start:])
-            beyond = wider[:, length:]
-            assert beyond.shape[1] == 5
-            assert (beyond == float("-inf")).all()
-
-
-READERS = [[1] * 9, [2], [3, 3], [5], [5, 1, 2, 3, 1, 1], [1]]
-
-
-@pytest.mark.parametrize("times", [1, 3], ids=["mostly-read", "hardly-read"])
-@pytest.mark.parametrize("scattered", [False, True], ids=["in-order", "scattered"])
-@pytest.mark.parametrize("page_size, longest", [(1, 9), (4, 30), (16, 40), (16, 16), (40, 40)])
-@pytest.mark.parametrize("n_kv_head", [4, 2])
-def test_decodes_that_share_pages_equal_each_alone(
-    n_kv_head, page_size, longest, scattered, times, monkeypatch
-):
-    """Some decodes read the same full pages first, and then their own; so does a chunk."""
-    monkeypatch.setattr("attention.cpu_matmul.PAGE_BLOCK", 4)
-    model = tiny_model(n_kv_head=n_kv_head)
-    rng = random.Random(1)
-    for readers in READERS:
-        spans, pages = spans_that_share_pages(rng, readers, page_size, longest, scattered)
-        *decodes, chunk = spans
-        cache = poisoned_cache(model, times * pages, page_size, longest)
-        layer = cache.layer(0)
-        for span in spans:
-            fill(layer, span, page_size)
-        rows = len(decodes) + chunk.length
-        q = torch.randn(rows, 4, model.config.head_dim, dtype=torch.float64)
-        expected = SDPA(model.config, cache).plan(spans)(q, *layer)
-        backend = Matmul(model.config, cache)
-        close(backend.plan(spans)(q, *layer), expected)
-        n = len(decodes)
-        close(backend.plan(decodes)(q[:n], *layer), expected[:n])
-        for i, decode in enumerate(decodes):
-            close(backend.plan([decode])(q[i : i + 1], *layer), expected[i : i + 1])
-
-
-def spans_that_share_pages(rng, readers, page_size, longest, scattered):
-    """Decodes, of which readers[i] share their first pages for each i, and a chunk that shares
-    those of the first; and the number of pages of their cache, one of which nobody has."""
-    prefixes = []  # numbers of shared pages
-    own = []  # (i, end) of each span
-    for i, count in enumerate(readers):
-        prefix = rng.randint(0, (longest - 5) // page_size) if count > 1 else 0
-        prefixes.append(prefix)
-        own += [(i, rng.randint(prefix * page_size + 1, longest)) for _ in range(count)]
-    chunk_start = prefixes[0] * page_size
-    own.append((0, min(longest, chunk_start + 3)))
-    needed = prefixes + [-(-end // page_size) - prefixes[i] for i, end in own]
-    pages = sum(needed) + 1
-    order = rng.sample(range(pages), pages) if scattered else range(pages)
-    tables = [[order[page] for page in table] for table in block_tables(needed, scattered=False)]
-    spans = []
-    for (i, end), own_table in zip(own, tables[len(readers) :], strict=True):
-        spans.append(a_span(tables[i] + own_table, end - 1, 1))
-    spans[-1] = a_span(spans[-1].pages, chunk_start, own[-1][1] - chunk_start)
-    return spans, pages
-
-
-def fill(layer, span, page_size):
-    """Put random keys and values where a span may read, and big numbers behind, if its last page
-    was begun before."""
-    for x in layer:
-        slots = slot_mapping(span.pages, page_size, 0, span.end)
-        x[:, slots] = torch.randn_like(x[:, slots])
-        begun = -(-(span.end - 1) // page_size) * page_size
-        x[:, slot_mapping(span.pages, page_size, span.end, begun)] = 1e4
+def test_the_mask_is_figure_6(group):
+    for past in range(9):
+        for queries in range(1, 8):
+            mask = staircase(queries, past, group, torch.float64)
+            visible = figure_6(past, queries).repeat_interleave(group, dim=0)
+            assert torch.equal(mask == 0, visible)
+            assert torch.equal(mask == float("-inf"), ~visible)

@@ -1,4 +1,4 @@
-"""The interface of the attention backends, and the mask that they share.
+"""The interface of the attention backends, and the mask of a chunk.
 
 Read first: the top of attention/__init__.py. Read next: sdpa.py."""
 
@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from request import Chunk
-
-SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 class AttentionPlan(Protocol):
@@ -50,24 +48,19 @@ def staircase(
     group: int,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    beyond: int = 0,
 ) -> Tensor:
-    """One mask from which that of every chunk is cut. It is added to scores: 0 attends, -inf hides.
+    """The mask of a chunk of so many queries. It is added to scores: 0 attends, -inf hides.
 
-    Shape (queries * group, past + queries + beyond). Row i * group + g belongs to query i; column
-    `past + i` is the query's own key. A chunk of `length` at `start` uses the window
+    Shape (queries * group, past + queries). Row i * group + g belongs to query i; column `past + i`
+    is the query's own key. It is SARATHI's Figure 6. With past = 4 and group = 1, three queries see
+    (o: 0, .: -inf)
 
-        staircase[: length * group, past - start : past + length]
-
-    and up to `beyond` more columns: keys that no query attends to. It is SARATHI's Figure 6. With
-    past = 4 and group = 1, the chunk of length 3 at start 2 (o: 0, .: -inf) is
-
-        key     -   -   0   1   2   3   4   -
-        query 2 o   o [ o   o   o   .   . ] .
-        query 3 o   o [ o   o   o   o   . ] .
-        query 4 o   o [ o   o   o   o   o ] .
+        key       0   1   2   3   4   5   6
+        query 4   o   o   o   o   o   .   .
+        query 5   o   o   o   o   o   o   .
+        query 6   o   o   o   o   o   o   o
     """
-    column = torch.arange(past + queries + beyond, device=device) - past
+    column = torch.arange(past + queries, device=device) - past
     row = torch.arange(queries, device=device).repeat_interleave(group)
     bias = torch.zeros(len(row), len(column), dtype=dtype, device=device)
     return bias.masked_fill_(column > row[:, None], float("-inf"))

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attention import BACKENDS, check_backend
 from cli.options import (
     OptionParser,
     chunk_option,
@@ -82,8 +81,9 @@ class ModelOptions:
     device: str = option("where to run: cpu, cuda, cuda:1, ...", type=nonempty_text)
     dtype: str | None = option("of weights and cache", choices=DTYPES)
     attention: str = option(
-        "the backend; auto is flash for 16 bits on CUDA, matmul for bfloat16 on a CPU",
-        choices=tuple(BACKENDS),
+        "the backend, of those in fast/; auto: flash for 16 bits on CUDA, matmul for bfloat16 on a "
+        "CPU, else sdpa",
+        type=nonempty_text,
         default="auto",
     )
     seed: int = option("of all that is random", type=whole(minimum=0), default=0)
@@ -194,19 +194,19 @@ def resolve_model(
     """The same options with a preset or a model, and a dtype; also sets the number of threads.
 
     The default preset is `gpu_preset` on a GPU with more than `gpu_bytes` of memory, else
-    SMALL_PRESET. The default dtype on a CPU is the faster of two, which takes a third of a second
-    to measure. Raises ValueError for what this machine cannot do."""
-    from runtime.dtypes import fastest_cpu_dtype, fastest_gpu_dtype
+    SMALL_PRESET. The default dtype is fast.fastest_dtype. Raises ValueError for what this machine
+    cannot do."""
+    from runtime.runner import find_fast
 
     device = find_device(options.device)
     _check_processes(options)
-    check_backend(options.attention, device)
     if options.threads:
         torch.set_num_threads(options.threads)
     dtype = options.dtype
     if dtype is None:
-        fast = fastest_gpu_dtype(device) if device.type == "cuda" else fastest_cpu_dtype()
-        dtype = str(fast).removeprefix("torch.")
+        fast = find_fast()
+        default = fast.fastest_dtype(device) if fast else torch.float32
+        dtype = str(default).removeprefix("torch.")
     preset = options.preset
     if preset is None and options.model is None:
         memory_bytes = 0
@@ -268,7 +268,7 @@ def _load_here(
     from parallel.shard import Shard
     from pretrained import checkpoints
     from runtime.memory import check_memory
-    from runtime.packed_linear import pack
+    from runtime.runner import find_fast
 
     dtype_name = ranks.gather(options.dtype)[0] if ranks else options.dtype
     dtype: torch.dtype = getattr(torch, str(dtype_name))
@@ -296,14 +296,17 @@ def _load_here(
     if positions > config.max_positions:
         raise ValueError(f"{length}: this model is limited to {config.max_positions}")
 
-    if directory:
-        model = empty
-        checkpoints.load_weights(model, directory, device)
-    else:
-        model = make_model(config, device=device, dtype=dtype, seed=options.seed)
-    if options.compile:
-        model.compile()
-    return pack(model)
+    model = make_model(config, device=device, dtype=dtype, seed=None if directory else options.seed)
+    if directory and isinstance(model, Shard):
+        model.load(directory)
+    elif directory:
+        checkpoints.load_weights(model, directory)
+    fast = find_fast()
+    if fast and options.compile:
+        fast.compile_layers(model)
+    if fast:
+        fast.pack(model)
+    return model
 
 
 def _check_same_model(ranks: Ranks, config: GPTConfig, weights: str | int) -> None:

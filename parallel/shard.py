@@ -9,14 +9,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
 
-from model import GPT, FlatBatch, GPTConfig
+from config import GPTConfig
+from model import GPT, FlatBatch
 from parallel.ranks import Ranks
-from pretrained.random_weights import init_weight, weight_generator
+from pretrained.checkpoints import load_weights
+from pretrained.random_weights import init_weight
 from pretrained.sharding import Slices, local_config, slices_of, views
 
 
@@ -75,17 +80,17 @@ class Shard(GPT):
         self.config = local
         self.whole_config = whole_config
         self.ranks = ranks
-        self.stages = ranks.pp
         self.sum_timer = SumTimer()
         if ranks.stage > 0:
             self.token_embedding = self.position_embedding = None
         if ranks.stage < ranks.pp - 1:
             self.head = None
         for block in self.blocks:
-            block.sum_up = self.sum_up
-        self.to_empty(device=device)
+            block.postproj.register_forward_hook(self._sum_up_output)
+            block.ffn_ln2.register_forward_hook(self._sum_up_output)
+        self.allocate(device)
         if seed is not None:
-            self.init_weights(weight_generator(device, seed))
+            self.init_weights(torch.Generator(device).manual_seed(seed))
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Fill the parameters with what a whole GPT would have there: all of its weights are made,
@@ -101,6 +106,10 @@ class Shard(GPT):
             parts = views(self.get_parameter(name), slices)
             for part, (start, end) in zip(parts, slices.ranges, strict=True):
                 part.copy_(weights.narrow(slices.dim, start, end - start))
+
+    def load(self, directory: Path) -> None:
+        """Fill the parameters from a checkpoint, of which only these slices are read."""
+        load_weights(self, directory, self.whole_model(), self.slices_of)
 
     def whole_model(self) -> GPT:
         """A GPT of the whole geometry, without memory."""
@@ -119,6 +128,9 @@ class Shard(GPT):
                 dist.all_reduce(x, group=self.ranks.tp_group)
         return x
 
+    def _sum_up_output(self, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return self.sum_up(output)
+
     def embed(self, batch: FlatBatch) -> Tensor:
         """As GPT.embed: each row comes from the rank that has the token."""
         row = batch.tokens - self.rows * self.ranks.part  # of this rank's part of the embedding
@@ -134,3 +146,8 @@ class Shard(GPT):
         parts = [torch.empty_like(y) for _ in range(self.ranks.tp)]
         dist.all_gather(parts, y, group=self.ranks.tp_group)
         return torch.cat(parts, dim=1)[:, : self.whole_config.vocab_size]
+
+
+def stages_of(model: GPT) -> int:
+    """How many times the layers that a model has here make up the whole model."""
+    return model.ranks.pp if isinstance(model, Shard) else 1

@@ -25,8 +25,7 @@ from policies import scheduler_of
 from policies.micro_batches import MicroBatches, StageTime
 from policies.observers import Iteration
 from pretrained.tokenizers import Tokenizer
-from request import Batch, Chunk, Event
-from runtime.lone_chunk import lone_chunk
+from request import Batch, Chunk, Event, lone_chunk
 from runtime.memory import MAX_BATCH, fill_in
 from runtime.runner import Runner, Sampled, tokens_of
 from sampling import SamplingParams

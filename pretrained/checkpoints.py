@@ -6,7 +6,8 @@ gguf_files.py. Read next: model.py, which has the parameters that are filled her
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -21,9 +22,8 @@ from pretrained.checks import check_type, one_line, refusing, shorten
 from pretrained.gguf_files import is_gguf, read_gguf
 from pretrained.presets import ARCHITECTURES
 from pretrained.schema import Schema, naming
-from pretrained.sharding import views
+from pretrained.sharding import Slices, slices_of, views
 from pretrained.short_names import SHORT_NAMES
-from runtime.memory import check_model_fits
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -245,34 +245,39 @@ class Source(NamedTuple):
 
 @torch.no_grad()
 def load_weights(
-    model: Any, directory: str | Path, device: torch.device | str | None = None
+    model: Any,
+    directory: str | Path,
+    whole_model: Any = None,
+    slices: Callable[[str], Slices] | None = None,
 ) -> None:
     """Fill the parameters of a GPT from a checkpoint, one by one, after all are known to fit.
 
-    Only then is a model on "meta" given memory, on `device`. A Shard reads only its own slices.
-    Raises FileNotFoundError where there are no weights, or ValueError, naming what is unknown,
-    missing, there twice, misshapen or not finite, or that memory is short."""
+    If it is a part of a `whole_model`, `slices` says what each parameter holds of it. Raises
+    FileNotFoundError where there are no weights, or ValueError, naming what is unknown, missing,
+    there twice, misshapen or not finite."""
     directory = Path(directory)
-    whole_model = model.whole_model()
+    if whole_model is None:
+        whole_model = model
+    if slices is None:
+        slices = partial(_whole_slices, model)
     names = _names(directory, whole_model.config)
     sources = _sources(whole_model, names)
     tensors = _stored_tensors(directory)
     tied_head = f"{names.modules['head']}.weight" if whole_model.config.tie_embeddings else None
     _check_tensors(directory, sources, tensors, tied_head)
-    if model.device.type == "meta":
-        device = torch.device(device or "cpu")
-        if device.type == "meta":
-            raise ValueError("device='meta': has no memory for weights")
-        check_model_fits(f"{directory}: this model", model, device)
-        model.to_empty(device=device)
     for name, parameter in model.named_parameters():
-        slices = model.slices_of(name)
-        stored = sources[slices.source]  # one for each range, or one for all
-        for index, view in enumerate(views(parameter, slices)):
+        part = slices(name)
+        stored = sources[part.source]  # one for each range, or one for all
+        for index, view in enumerate(views(parameter, part)):
             source = stored[index] if len(stored) > 1 else stored[0]
-            start, end = slices.ranges[index]
+            start, end = part.ranges[index]
             rows = slice(start - source.first_row, end - source.first_row)
-            _fill(view, tensors[source.name], source, slices.dim, rows, directory)
+            _fill(view, tensors[source.name], source, part.dim, rows, directory)
+
+
+def _whole_slices(model: Any, name: str) -> Slices:
+    """The slices of a whole model's parameter: all of it."""
+    return slices_of(model.config, 1, 1, 0, name, model.get_parameter(name).shape)
 
 
 def _fill(
@@ -336,7 +341,7 @@ def _sources(whole_model: Any, names: Names) -> dict[str, list[Source]]:
         stored_modules = names.modules[module].split()
         ranges = [(0, len(parameter))]
         if len(stored_modules) > 1:
-            ranges = whole_model.slices_of(name).ranges
+            ranges = _whole_slices(whole_model, name).ranges
         sources[name] = []
         for stored_module, (start, end) in zip(stored_modules, ranges, strict=True):
             source = Source(

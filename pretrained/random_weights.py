@@ -1,6 +1,7 @@
 """The weights of a model that is not trained."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ def init_weight(name: str, p: Tensor, n_layer: int, generator: torch.Generator) 
         p.normal_(0, std, generator=generator)
 
 
-def weight_generator(device: torch.device | str, seed: int) -> torch.Generator:
-    """The random numbers that weights of this seed are made of. Raises ValueError."""
-    if torch.device(device).type == "meta":
-        raise ValueError("device='meta': has no memory for random weights, must have seed=None")
-    return torch.Generator(device).manual_seed(seed)
+def init_weights(model: Any, seed: int) -> None:
+    """Fill all parameters of a GPT, where they are."""
+    generator = torch.Generator(model.device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        init_weight(name, parameter, model.config.n_layer, generator)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from runtime.torchrun import find_place
 
 if TYPE_CHECKING:
     import torch  # a simulation runs without
-    from torch import Tensor
 
     from config import GPTConfig
 
@@ -26,7 +24,7 @@ MAX_BATCH = 256  # the largest default of max_batch, however much memory there i
 MAX_LEN = 2048  # the largest default of max_len
 CUDA_TILE = 128  # tokens in a tile of matrix products on a GPU (SARATHI §4.4)
 SMALL_PAGE = 64  # tokens
-FLASH_PAGE = 256  # tokens: attention/flash.py reads pages of a multiple of it
+FLASH_PAGE = 256  # tokens: fast/flash.py reads pages of a multiple of it
 
 
 class ModelLike(Protocol):
@@ -38,12 +36,6 @@ class ModelLike(Protocol):
     def device(self) -> torch.device: ...
     @property
     def dtype(self) -> torch.dtype: ...
-
-
-class ModelWithWeights(Protocol):
-    """The part of a model.GPT that decides on its own size."""
-
-    def parameters(self) -> Iterator[Tensor]: ...
 
 
 def fill_in(config: EngineConfig, model: ModelLike) -> EngineConfig:
@@ -72,55 +64,23 @@ def fill_in(config: EngineConfig, model: ModelLike) -> EngineConfig:
     return replace(config, max_batch=max_batch, max_len=max_len, page_size=page_size, pages=pages)
 
 
-def check_placement(device: torch.device | str, dtype: torch.dtype) -> None:
-    """Raise ValueError unless models can be on this device, in this type."""
-    import torch
-
-    torch.empty(0, device=device)
-    if not dtype.is_floating_point or dtype.itemsize < 2:
-        raise ValueError(f"dtype={dtype}: must be torch.float64, float32, bfloat16 or float16")
-
-
-def check_model_fits(description: str, model: ModelWithWeights, device: torch.device | str) -> None:
-    """Raise ValueError if the weights of a model, which has no memory yet, do not fit.
-
-    `description` is as of check_memory."""
-    import torch
-
-    device = torch.device(device)
-    if device.type == "meta":  # which takes none
-        return
-    weight_bytes = sum(weights.numel() * weights.itemsize for weights in model.parameters())
-    # Other processes of torchrun may have loaded their part already: this one's share may be less
-    # than it takes, and all of the rest is enough.
-    _check_free(description, weight_bytes, _free_in_all(device))
-
-
 def check_memory(description: str, wanted_bytes: int, device: torch.device) -> None:
     """Raise ValueError if `description`, such as "max_len=8192", takes more than is free."""
-    _check_free(description, wanted_bytes, free_bytes(device))
-
-
-def _check_free(description: str, wanted_bytes: int, free: int) -> None:
+    free = free_bytes(device)
     if wanted_bytes > free:
-        gigabytes = min(wanted_bytes, 10**30) / 1e9  # a larger number is no float
-        raise ValueError(f"{description}: takes {gigabytes:,.1f} GB, {free / 1e9:,.1f} GB are free")
+        sizes = f"takes {wanted_bytes / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free"
+        raise ValueError(f"{description}: {sizes}")
 
 
 def free_bytes(device: torch.device) -> int:
     """The memory that a device can still give to this process, in bytes, without swap."""
-    processes = 1 if device.type == "cuda" else find_place().local_world_size
-    return _free_in_all(device) // processes  # they share it
-
-
-def _free_in_all(device: torch.device) -> int:
-    """The memory that a device can still give to all processes."""
     if device.type == "cuda":
         import torch
 
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    return min(_free_in_system(), _free_in_container())
+    free = min(_free_in_system(), _free_in_container())
+    return free // find_place().local_world_size  # processes of one node share it
 
 
 def pages_that_fit(model: ModelLike, max_len: int, page_size: int) -> int:

@@ -4,31 +4,33 @@
     logits = runner.forward(FlatBatch.build(chunks, runner.attention))
     tokens = runner.sample(logits, chunks)
 
-Read first: engine.py, which calls it. Read next: cuda_graphs.py, packed_linear.py."""
+Read first: engine.py, which calls it. Read next: fast/__init__.py."""
 
-import sys
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from attention import Flash, XFormers, check_backend, make_attention
-from attention.decode_sizes import padded_sizes
-from kv_cache import KVCache, kv_bytes_per_token
+from attention.plan import AttentionBackend
+from attention.sdpa import SDPA
+from kv_cache import KVCache
 from model import GPT, FlatBatch
 from request import Chunk
-from runtime.cuda_graphs import DecodeGraphs
-from runtime.lone_chunk import lone_chunk
-from runtime.memory import check_memory
-from runtime.packed_linear import pack
 from sampling import SamplingParams, sample
 
 Sampled = tuple[int, float | None]  # a token; its logprob, if a request in the batch wants it
 
 
+def find_fast() -> Any:
+    """The folder fast/, imported, or None if it was taken away."""
+    return import_module("fast") if find_spec("fast") else None
+
+
 class Runner:
-    """Launches batches, and fetches their tokens. `forward` computes a FlatBatch: its logits."""
+    """Launches batches, and fetches their tokens."""
 
     def __init__(
         self,
@@ -38,13 +40,23 @@ class Runner:
         max_len: int | None = None,
         attention: str = "auto",
     ) -> None:
-        check_backend(attention, model.device)
-        cache_bytes = pages * page_size * kv_bytes_per_token(model.config, model.dtype)
-        check_memory(f"pages={pages}, page_size={page_size}", cache_bytes, model.device)
+        """`attention` is a name in fast.BACKENDS: without the folder, "auto" and "sdpa"."""
+        self.model = model
         self.cache = KVCache(model.config, pages, page_size, model.device, model.dtype, max_len)
-        self.attention = make_attention(model.config, self.cache, attention)
-        self.model = pack(model)
-        self.forward = DecodeGraphs(self.model, self.cache, self.attention).forward
+        self.attention: AttentionBackend = SDPA(model.config, self.cache)
+        self.fast = find_fast()
+        if self.fast is not None:
+            self.fast.pack(model)
+            self.attention = self.fast.make_attention(model.config, self.cache, attention)
+            self.graphs = self.fast.DecodeGraphs(model, self.cache, self.attention)
+        elif attention not in ("auto", "sdpa"):
+            raise ValueError(f"attention={attention!r}: needs the folder fast/")
+
+    def forward(self, batch: FlatBatch) -> Tensor:
+        """Compute a batch: its logits, as of GPT.forward."""
+        if self.fast is not None:
+            return self.graphs.forward(batch)
+        return self.model(batch, self.cache)
 
     def greedy(self, chunks: Sequence[Chunk]) -> list[int]:
         """The likeliest next token of each chunk that yields one. Waits for a GPU."""
@@ -81,20 +93,10 @@ class Runner:
             torch.cuda.current_stream(self.cache.data.device).synchronize()
 
     def warm_up(self, max_batch: int) -> None:
-        """Clear the cache, and compute a batch of decodes of each size up to max_batch: nothing is
-        left to be compiled or recorded.
-
-        Begins with the largest, whose memory the others share. Spoils the first slots of pages."""
+        """Clear the cache, and let fast/ compile what it needs for max_batch decodes."""
         self.cache.data.zero_()
-        if not isinstance(self.attention, Flash | XFormers):
-            return  # whose sizes are not padded
-        hide_bar = None if sys.stderr else True  # None: unless on a terminal
-        sizes = padded_sizes(max_batch)[::-1]
-        with tqdm(sizes, desc="compile decodes", disable=hide_bar) as bar:
-            for size in bar:
-                bar.set_postfix_str(f"batch of {size}")
-                pages = [i % self.cache.pages for i in range(min(size, max_batch))]
-                self.greedy([lone_chunk([page], 0, [0]) for page in pages])
+        if self.fast is not None:
+            self.fast.compile_decodes(self.attention, self.greedy, max_batch, self.cache.pages)
 
 
 def tokens_of(batch: Sequence[Chunk], sampled: Sequence[Sampled]) -> list[int | None]:

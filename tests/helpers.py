@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention import make_attention
+from attention.sdpa import SDPA
 from kv_cache import KVCache, slot_mapping
 from lab.measure.machine_info import RealMachineInfo
 from model import GPT, FlatBatch, GPTConfig
 from policies import POLICIES, make_scheduler
 from policies.iteration_time import BatchShape
 from policies.pages import make_pages
-from runtime.lone_chunk import lone_chunk
+from request import lone_chunk
+from runtime import runner
 from sampling import SamplingParams, sample
 from scheduler import Scheduler
 
@@ -152,6 +153,8 @@ def block_tables(needed, scattered, seed=0):
 
 def run(model, cache, spans, all_rows=False):
     """Logits of the spans that want them; `all_rows`: of every token, as in the flat batch."""
+    fast = runner.find_fast()
+    make_attention = fast.make_attention if fast else SDPA
     batch = FlatBatch.build(spans, make_attention(model.config, cache))
     if all_rows:
         batch = batch._replace(logit_rows=torch.arange(len(batch.tokens)))

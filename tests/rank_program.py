@@ -23,7 +23,7 @@ from lab.measure.token_budget import auto_budget
 from parallel import engine_for, runner_for
 from parallel.ranks import STARTED
 from parallel.stages import SentChunk
-from runtime.lone_chunk import lone_chunk
+from request import lone_chunk
 from sampling import SamplingParams
 from tests.helpers import check_integrity, completions_of
 from tests.rank_stages import FaultyStage, model_of, out, size

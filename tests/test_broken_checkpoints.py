@@ -17,10 +17,10 @@ import torch
 import transformers
 
 from kv_cache import KVCache
-from model import GPT, GPTConfig
+from model import GPT
 from pretrained import checkpoints
 from pretrained.tokenizers import load_chat, load_tokenizer
-from runtime.lone_chunk import lone_chunk
+from request import lone_chunk
 from tests.helpers import run
 from tests.test_checkpoints import LLAMA_3, edit, llama_like
 from tests.test_tokenizers import sentencepiece_directory
@@ -306,8 +306,3 @@ def test_a_model_name_of_no_sense_is_refused_in_one_line(name, tmp_path, monkeyp
         for read in (checkpoints.read_config, load_tokenizer):
             with pytest.raises(ValueError, match="^directory=.*: must be that of a checkpoint"):
                 read(name)
-
-
-def test_a_geometry_that_does_not_fit_is_refused_before_allocation():
-    with pytest.raises(ValueError, match="n_layer=100, .*n_embd=65536, .*takes .* GB are free"):
-        GPT(GPTConfig(n_layer=100, n_embd=65536))

@@ -17,10 +17,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from config import GPTConfig
 from engine import Engine
 from kv_cache import KVCache
-from model import GPT
+from model import GPT, rope_table
 from pretrained import checkpoints
-from pretrained.rope import rope_table
-from runtime.lone_chunk import lone_chunk
+from request import lone_chunk
 from sampling import SamplingParams
 from tests.helpers import run
 
@@ -297,7 +296,7 @@ def test_rope_is_that_of_transformers_wherever_it_stands(tmp_path, place):
     ours = read(tmp_path, **sized("llama"), **ROPE_PLACES[place])
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     frequencies = LlamaRotaryEmbedding(theirs).inv_freq
-    minus_sines = rope_table(ours, "cpu", torch.float64, 2)[1, 1, 0, : len(frequencies)]
+    minus_sines = rope_table(ours, 2, "cpu", torch.float64)[1, 1, 0, : len(frequencies)]
     torch.testing.assert_close(-minus_sines.asin().float(), frequencies, rtol=1e-6, atol=0)
 
 
@@ -463,18 +462,11 @@ def test_a_long_context_costs_nothing_until_a_request_may_be_long(save, monkeypa
     monkeypatch.setattr("model.rope_table", table)
     model = GPT.from_pretrained(directory, dtype=torch.float64)
     logits = all_logits(model, [3] * 70)
-    assert table.call_args.args[3] == 4096
+    assert table.call_args.args[1] == 70
     long_request = Engine(model, max_len=5000, max_batch=1)
     long_request.generate([[3] * 4998], SamplingParams(2), progress=False)
-    assert table.call_args.args[3] == len(model.rope) == 5000
+    assert table.call_args.args[1] == 5000
     torch.testing.assert_close(all_logits(model, [3] * 70), logits, rtol=0, atol=0)
-
-
-def test_sizes_that_do_not_fit_are_refused_before_allocation(save):
-    directory = save()
-    edit(directory / "config.json", lambda c: c.update(hidden_size=2**22, intermediate_size=2**22))
-    with pytest.raises(ValueError, match="21 tensors that do not fit"):
-        GPT.from_pretrained(directory)  # of 300 terabytes
 
 
 def test_weights_in_no_file_or_one_that_is_not_safetensors(save):

@@ -157,7 +157,6 @@ def quick(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr("runtime.dtypes.fastest_cpu_dtype", lambda: torch.float32)
     monkeypatch.setattr("examples.compare.__main__.has_package", lambda python, engine: True)
 
 

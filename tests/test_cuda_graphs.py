@@ -8,14 +8,14 @@ import warnings
 import pytest
 import torch
 
-import attention
+import fast
 import runtime.runner
-from attention.decode_sizes import padded_sizes
 from engine import Engine
+from fast import cuda_graphs
+from fast.cuda_graphs import Recording
+from fast.padding import padded_sizes
 from policies import POLICIES
-from runtime import cuda_graphs
-from runtime.cuda_graphs import Recording
-from runtime.lone_chunk import lone_chunk
+from request import lone_chunk
 from runtime.runner import Runner
 from sampling import SamplingParams
 from test_equivalence import close
@@ -51,7 +51,7 @@ def replays(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "record", record)
     monkeypatch.setattr(cuda_graphs.DecodeGraphs, "has_failed", False)  # and again at the end
     monkeypatch.setattr(runtime.runner, "KVCache", cuda_cache)
-    monkeypatch.setitem(attention.DEVICES, "flash", "cpu")
+    monkeypatch.setitem(fast.DEVICES, "flash", "cpu")
     return sizes
 
 

@@ -8,8 +8,7 @@ import torch
 from engine import Engine, QueueFull
 from model import GPT, FlatBatch
 from pretrained.tokenizers import Tokenizer, byte_tokenizer
-from request import Request
-from runtime.lone_chunk import lone_chunk
+from request import Request, lone_chunk
 from sampling import SamplingParams
 from tests.helpers import alone, finish, named, poison, poisoned_cache, run, tiny_model
 

@@ -5,6 +5,7 @@ annotations alone, counts like any other."""
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from functools import cache
@@ -13,9 +14,9 @@ import pytest
 
 from tests.helpers import ROOT, repository
 
-LOW = "runtime.files runtime.torchrun runtime.memory runtime.lone_chunk runtime.pieces"
+LOW = "runtime.files runtime.torchrun runtime.memory"
 PLANNING = f"pretrained.presets config request kv_cache bookkeeping scheduler policies {LOW}"
-CACHE = "config request kv_cache runtime.memory"
+CACHE = "config request kv_cache"
 MODEL = "pretrained attention model sampling"
 ENGINE = f"{PLANNING} {MODEL} runtime.text runtime engine torch"
 LIBRARIES = f"{ENGINE} parallel lab.measure lab.simulator page"
@@ -30,14 +31,13 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "runtime.files": "",
     "runtime.torchrun": "",
     "runtime.memory": "config kv_cache runtime.torchrun",
-    "runtime.lone_chunk": "request",
-    "runtime.pieces": "torch",
-    "pretrained": "pretrained.presets config request runtime.memory torch",
-    "attention": f"{CACHE} runtime.lone_chunk torch",
-    "model": f"{CACHE} runtime.pieces pretrained attention torch",
+    "pretrained": "pretrained.presets config request torch",
+    "attention": f"{CACHE} torch",
+    "model": f"{CACHE} pretrained attention torch",
+    "fast": f"{CACHE} runtime.memory attention model torch",
     "sampling": "attention torch",
     "runtime.text": "request pretrained sampling",
-    "runtime": f"{CACHE} runtime.lone_chunk {MODEL} torch",
+    "runtime": f"{CACHE} runtime.memory {MODEL} torch",
     "engine": f"{PLANNING} {MODEL} runtime.text runtime",
     "parallel": ENGINE,
     "lab.measure": f"{ENGINE} parallel",
@@ -131,6 +131,14 @@ def circle(modules):
 
 def test_imports_point_down():
     assert wrong_imports(MODULES) == []
+
+
+def test_only_one_file_asks_for_fast():
+    """Nothing else names it, so it can be taken away: see test_without_fast.py."""
+    naming = re.compile(r"""[\"']fast[\"']|^ *(import|from) fast\b""", re.MULTILINE)
+    rooms = {room_of(module) for module, source in MODULES.items() if naming.search(source)}
+    assert rooms - {"fast"} == {"runtime"}
+    assert naming.findall(MODULES["runtime.runner"])
 
 
 def test_a_process_learns_its_place_before_slow_imports():

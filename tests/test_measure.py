@@ -8,14 +8,11 @@ from itertools import count
 
 import pytest
 import torch
-import torch.nn as nn
 
 from lab.measure import machine_info
 from lab.measure import timing as measure
 from model import FlatBatch, GPTConfig
-from runtime import dtypes
-from runtime.lone_chunk import lone_chunk
-from runtime.packed_linear import OneDNNLinear
+from request import lone_chunk
 from runtime.runner import Runner
 from tests.helpers import tiny_model
 
@@ -180,7 +177,7 @@ def test_bandwidth_and_ridge_are_bytes_and_rows(monkeypatch):
     assert (info.torch, info.threads) == (torch.__version__, torch.get_num_threads())
     assert info.parameters == sum(p.numel() for p in model.parameters())
     assert not info.busy
-    assert (info.attention, info.cuda_graphs) == ("SDPA", None)
+    assert (info.attention, info.cuda_graphs) == ("Blocks", None)
     monkeypatch.setattr(measure.Probe, "take", lambda self: 0.3)
     assert machine_info.measure_machine(model, "tiny", 16).busy
 
@@ -266,20 +263,6 @@ def test_attention_alone_attends_once_in_every_layer_and_writes_nothing(model, m
     config = model.config
     assert query_shapes == [(2, config.n_head, config.head_dim)] * config.n_layer
     assert torch.equal(runner.cache.data[:, :, :, :3], before[:, :, :, :3])
-
-
-def test_the_rate_of_a_type_is_that_of_its_fastest_kind_of_layer(monkeypatch):
-    rates = {
-        torch.bfloat16: {nn.Linear: 1.0, OneDNNLinear: 4.0},
-        torch.float32: {nn.Linear: 2.0, OneDNNLinear: 1.0},
-    }
-    monkeypatch.setattr(dtypes, "steady_rates", lambda dtypes: {t: rates[t] for t in dtypes})
-    dtypes.cpu_rates.cache_clear()
-    try:
-        assert dtypes.cpu_rates(threads=1) == {torch.bfloat16: 4.0, torch.float32: 2.0}
-        assert dtypes.fastest_cpu_dtype() == torch.bfloat16
-    finally:
-        dtypes.cpu_rates.cache_clear()
 
 
 class PretendedGPU:

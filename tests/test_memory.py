@@ -7,7 +7,6 @@ from engine import Engine
 from kv_cache import KVCache, kv_bytes_per_token
 from model import GPT, GPTConfig
 from runtime.memory import pages_that_fit, small_page_size
-from runtime.runner import Runner
 from tests.helpers import tiny_model
 
 MODEL = tiny_model(n_kv_head=2)
@@ -59,13 +58,6 @@ def test_small_pages_are_those_that_attention_reads_fastest(device, max_len, siz
     assert small_page_size(max_len, device) == size
 
 
-def test_a_runner_is_refused_more_pages_than_fit(let_be_free):
-    let_be_free(4 * 8 * kv_bytes_per_token(MODEL.config, MODEL.dtype))
-    assert Runner(MODEL, 4, 8).cache.pages == 4
-    with pytest.raises(ValueError, match="pages=5, page_size=8: takes"):
-        Runner(MODEL, 5, 8)
-
-
 def test_without_a_batch_size_memory_decides(let_be_free):
     per_token = 2 * 2 * 2 * 8 * 8
     let_be_free(2 * (7 * 40 * per_token + 99))  # half of it is left to others
@@ -92,14 +84,6 @@ def test_sarathi_is_aligned_to_the_tile_on_cuda_only(monkeypatch):
     monkeypatch.setattr("engine.Runner", lambda *_: None)
     monkeypatch.setattr("runtime.memory.check_memory", lambda *_: None)
     assert [budget(), budget(tile=64), budget(tile=100)] == [256, 256, 300]
-
-
-def test_a_model_that_could_not_be_moved_is_as_it_was():
-    model = tiny_model(tie_embeddings=True)
-    with pytest.raises(ZeroDivisionError):
-        model._apply(lambda tensor: 1 / 0)
-    assert model.head.weight is model.token_embedding.weight
-    assert model.device.type == "cpu"
 
 
 def test_random_weights_follow_gpt2():
@@ -138,8 +122,3 @@ def test_presets_have_their_published_size(name, size):
     model = GPT(GPTConfig.preset(name), "meta", seed=None)
     count = sum(p.numel() for p in model.parameters())
     assert count == size or count == pytest.approx(size, rel=0.01)
-
-
-def test_a_model_needs_memory_for_the_table_that_it_builds(monkeypatch):
-    monkeypatch.setattr("runtime.memory._free_in_all", lambda device: 10**8)  # bytes
-    tiny_model(max_positions=2**24)  # whose table of all positions takes 1.1 GB

@@ -1,32 +1,27 @@
 """Packed weights compute what plain ones do, and are held once."""
 
-from collections import Counter
-
 import pytest
 import torch
 import torch.nn as nn
 
+import fast
 from engine import Engine
-from runtime import packed_linear
-from runtime.packed_linear import (
-    MKLLinear,
-    OneDNNLinear,
-    PackedLinear,
-    TimedLayer,
-    count_parameters,
-    pack,
-    pack_as,
-    packings_of,
-)
+from fast import packed_linear
+from fast.packed_linear import MKLLinear, OneDNNLinear, PackedLinear, pack, packing_of
 from sampling import SamplingParams
 from tests.helpers import alone, tiny_model
 
 PROMPT = [(7 * i) % 50 for i in range(40)]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HAS_MKL = torch.backends.mkl.is_available()
+HAS_ONEDNN = torch.backends.mkldnn.is_available()
+HAS_BFLOAT16 = HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 CASES = [
-    pytest.param(kind, dtype, id=f"{kind.__name__}, {name}")
-    for name, dtype in DTYPES.items()
-    for kind in packings_of(dtype)
+    pytest.param(kind, dtype, marks=pytest.mark.skipif(not is_here, reason="not on this CPU"))
+    for kind, dtype, is_here in [
+        (MKLLinear, torch.float32, HAS_MKL),
+        (OneDNNLinear, torch.float32, HAS_ONEDNN),
+        (OneDNNLinear, torch.bfloat16, HAS_BFLOAT16),
+    ]
 ]
 each_packing = pytest.mark.parametrize(("kind", "dtype"), CASES)
 
@@ -60,13 +55,12 @@ def test_every_number_of_rows_is_multiplied_exactly(kind, dtype, bias):
 
 @pytest.mark.parametrize("tied", [False, True])
 @each_packing
-def test_weights_are_held_once_but_for_a_tied_head(kind, dtype, tied):
+def test_weights_are_held_once_but_for_a_tied_head(kind, dtype, tied, monkeypatch):
+    monkeypatch.setattr(packed_linear, "packing_of", lambda dtype: kind)
     model = tiny_model(dtype=dtype, tie_embeddings=tied)
     count = sum(p.numel() for p in model.parameters())
-    assert count_parameters(model) == count
     for _ in range(2):  # the second time changes nothing
-        assert pack_as(kind, model) is model
-    assert count_parameters(model) == count
+        pack(model)
     if kind is OneDNNLinear:  # MKL's have padding
         head = model.head.weight.numel() if tied else 0
         assert sum(p.numel() for p in model.parameters()) == count + head
@@ -83,89 +77,65 @@ def test_weights_are_held_once_but_for_a_tied_head(kind, dtype, tied):
 
 @each_packing
 def test_an_engine_packs_its_model_and_serves_the_same_tokens(kind, dtype, monkeypatch):
-    monkeypatch.setattr(packed_linear, "fastest_layer", lambda dtype, threads: kind)
+    monkeypatch.setattr(packed_linear, "packing_of", lambda dtype: kind)
     prompts = [PROMPT, PROMPT[:7]]
     params = SamplingParams(6)
     model = tiny_model(dtype=dtype)
     engine = Engine(model, policy="sarathi-serve", chunk=16, max_batch=2, max_len=64)
     assert packed_layers(model)
     done = engine.generate(prompts, params, progress=False)
-    assert [c.tokens for c in done] == [alone(model, prompt, params) for prompt in prompts]
+    assert [c.output for c in done] == [alone(model, prompt, params) for prompt in prompts]
 
 
-def test_a_model_stays_plain_where_that_is_fastest(monkeypatch):
-    monkeypatch.setattr(packed_linear, "fastest_layer", lambda dtype, threads: nn.Linear)
-    assert not packed_layers(pack(tiny_model(dtype=torch.float32)))
-
-
-def test_other_types_and_other_machines_have_no_packing(monkeypatch):
-    for dtype in (torch.float64, torch.float16):
-        assert packings_of(dtype) == []
-        assert not packed_layers(pack(tiny_model(dtype=dtype)))
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-    for dtype in DTYPES.values():
-        assert packings_of(dtype) == []
+ZEN_2 = {"cpu_name": "AMD EPYC 7282"}
+ZEN_4 = {"cpu_name": "AMD EPYC", "avx512_bf16": True, "amx_bf16": False}
+XEON = {"cpu_name": "Intel(R) Xeon(R) Gold 6148"}
+AMX = {"cpu_name": "Intel(R) Xeon(R) Platinum 8481C", "avx512_bf16": True, "amx_bf16": True}
+RULE = [  # the CPU, its fastest type, and the packing of float32
+    (ZEN_2, torch.float32, OneDNNLinear),
+    (ZEN_4, torch.bfloat16, OneDNNLinear),
+    (XEON, torch.float32, MKLLinear),
+    (AMX, torch.bfloat16, MKLLinear),
+    ({"architecture": "aarch64"}, torch.float32, OneDNNLinear),
+]
 
 
 @pytest.fixture
-def no_fastest_layer():
-    """No fastest kind of layer is known, before and after."""
-    packed_linear.fastest_layer.cache_clear()
-    yield
-    packed_linear.fastest_layer.cache_clear()
+def on_cpu(monkeypatch):
+    """Pretends to be on a CPU of these capabilities, with these libraries."""
+
+    def pretend(capabilities, onednn=True, mkl=True):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+
+    return pretend
 
 
-def test_the_fastest_kind_is_the_one_of_the_highest_rate(no_fastest_layer, monkeypatch):
-    rates = {MKLLinear: 2.0, OneDNNLinear: 3.0, nn.Linear: 1.0}
-    monkeypatch.setattr(packed_linear, "packings_of", lambda dtype: [MKLLinear, OneDNNLinear])
-    monkeypatch.setattr(packed_linear, "steady_rates", lambda dtypes: {t: rates for t in dtypes})
-    assert packed_linear.fastest_layer(torch.float32, threads=1) is OneDNNLinear
+@pytest.mark.parametrize("cpu, dtype, packing", RULE)
+def test_type_and_packing_follow_the_rule(on_cpu, cpu, dtype, packing):
+    device = torch.device("cpu")
+    on_cpu(cpu)
+    assert fast.fastest_dtype(device) == dtype
+    assert packing_of(torch.float32) == packing
+    on_cpu(cpu, mkl=False)
+    assert packing_of(torch.float32) == OneDNNLinear
+    on_cpu(cpu, onednn=False, mkl=False)
+    assert fast.fastest_dtype(device) == torch.float32
+    assert packing_of(torch.float32) is packing_of(torch.bfloat16) is None
 
 
-def test_a_type_without_packings_is_not_timed(no_fastest_layer, monkeypatch):
-    monkeypatch.delattr(packed_linear, "steady_rates")
-    assert packed_linear.fastest_layer(torch.float64, threads=1) is nn.Linear
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_other_types_stay_plain(dtype):
+    model = tiny_model(dtype=dtype)
+    pack(model)
+    assert not packed_layers(model)
 
 
-@pytest.mark.parametrize("busy_rounds", [0, 1, 9])
-def test_a_busy_moment_does_not_decide_which_type_is_fastest(busy_rounds, monkeypatch):
-    """Others let bfloat16 run at a tenth of its rate for some rounds, float32 at half of its; later
-    they cost each a hundredth."""
-    rounds = Counter()
-
-    def measure_layers(dtype):
-        rounds[dtype] += 1
-        slow, fast = (0.4, 4.0) if dtype == torch.bfloat16 else (1.0, 2.0)
-        quiet_rounds = rounds[dtype] - busy_rounds
-        rate = slow * (1 + rounds[dtype] / 20)
-        if quiet_rounds > 0:
-            rate = fast if quiet_rounds == 1 else 0.99 * fast
-        return [TimedLayer(nn.Linear, rate), TimedLayer(OneDNNLinear, 0.1)]
-
-    monkeypatch.setattr(packed_linear, "measure_layers", measure_layers)
-    rates = packed_linear.steady_rates([torch.bfloat16, torch.float32])
-    assert rates == {
-        torch.bfloat16: {nn.Linear: 4.0, OneDNNLinear: 0.1},
-        torch.float32: {nn.Linear: 2.0, OneDNNLinear: 0.1},
-    }
-    steady_for_4 = busy_rounds + 5
-    assert rounds == {torch.bfloat16: steady_for_4, torch.float32: steady_for_4}
-
-
-def test_rates_that_never_settle_are_measured_for_some_seconds(monkeypatch):
-    calls = []
-
-    def measure_layers(dtype):
-        calls.append(dtype)
-        return [TimedLayer(nn.Linear, 1.1 ** len(calls))]
-
-    monkeypatch.setattr(packed_linear, "measure_layers", measure_layers)
-    packed_linear.steady_rates([torch.bfloat16, torch.float32])
-    assert len(calls) == 2 * packed_linear.MOST_ROUNDS
-
-
-def test_every_kind_of_layer_is_timed():
-    kinds = [timed.kind for timed in packed_linear.measure_layers(torch.float32)]
-    assert kinds == [nn.Linear, *packings_of(torch.float32)]
-    assert all(timed.flops_per_s > 0 for timed in packed_linear.measure_layers(torch.float32))
+@each_packing
+def test_a_layer_keeps_its_hooks(kind, dtype):
+    """By which ranks add up their products."""
+    linear = nn.Linear(16, 16, dtype=dtype).requires_grad_(False)
+    x = torch.ones(4, 16, dtype=dtype)
+    linear.register_forward_hook(lambda layer, inputs, output: torch.zeros_like(output))
+    assert torch.equal(kind(linear)(x), torch.zeros(4, 16, dtype=dtype))

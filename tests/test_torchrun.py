@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from runtime.memory import check_memory, check_model_fits, free_bytes
+from runtime.memory import check_memory, free_bytes
 from runtime.torchrun import Place, find_place
-from tests.helpers import tiny_model
 
 NAMES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE".split()
 
@@ -46,16 +45,3 @@ def test_processes_of_a_node_share_its_memory(monkeypatch):
     assert free_bytes(device) == 400
     with pytest.raises(ValueError, match="a cache: takes"):
         check_memory("a cache", 401, device)
-
-
-def test_a_rank_may_load_into_what_others_have_left(monkeypatch):
-    model = tiny_model()
-    needed = sum(weights.nbytes for weights in model.parameters()) + 100_000  # with RoPE's table
-    monkeypatch.setattr("runtime.memory._free_in_container", lambda: needed)
-    set_all(monkeypatch, "LOCAL_WORLD_SIZE=3 WORLD_SIZE=3 RANK=2")
-    check_model_fits("this part", model, model.device)
-    with pytest.raises(ValueError, match="all parts: takes"):
-        check_memory("all parts", needed // 2, model.device)
-    monkeypatch.setattr("runtime.memory._free_in_container", lambda: needed // 2)
-    with pytest.raises(ValueError, match="this part: takes"):
-        check_model_fits("this part", model, model.device)

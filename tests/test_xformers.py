@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import attention
-from attention import SDPA, fallback
-from attention.decode_sizes import padded_size, padded_sizes
-from attention.xformers import XFormers
+import fast
+from attention.sdpa import SDPA
 from engine import Engine
+from fast import fallback
+from fast.padding import padded_size, padded_sizes
+from fast.xformers import XFormers
 from kv_cache import slot_mapping
 from model import FlatBatch
 from policies import POLICIES
@@ -36,7 +37,7 @@ def seen_by_split_k(mask, slots):
 
 @pytest.mark.slow
 def test_nothing_is_printed_when_xformers_is_imported():
-    program = "from attention.xformers import import_xformers; import_xformers()"
+    program = "from fast.xformers import import_xformers; import_xformers()"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
@@ -63,8 +64,8 @@ def operators(monkeypatch):
 
     monkeypatch.setattr(fmha.flash, "FLASH_VERSION", "2.8.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setitem(attention.DEVICES, "xformers-split-k", "cpu")
-    for module in (attention, fallback):
+    monkeypatch.setitem(fast.DEVICES, "xformers-split-k", "cpu")
+    for module in (fast, fallback):
         monkeypatch.setattr(module, "SIXTEEN_BITS", (torch.float64,))
 
     def let_compute(compute):
@@ -227,4 +228,4 @@ def test_pages_that_xformers_cannot_read_are_refused_or_go_to_torch(page_size, o
     with pytest.raises(ValueError, match=f"page_size={page_size}: must be .*a multiple of 64"):
         XFormers(model.config, cache)
     with pytest.warns(UserWarning, match=f"page_size={page_size}"):  # auto says why
-        assert isinstance(attention.make_attention(model.config, on_cuda(cache)), SDPA)
+        assert isinstance(fast.make_attention(model.config, on_cuda(cache)), SDPA)

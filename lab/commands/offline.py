@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -167,15 +168,15 @@ def main(options: OfflineOptions) -> None:
     """The command. What is done when it is interrupted is printed and written."""
     began = time.perf_counter()
     model = load_model(options.model, options.seq_len, positions_from="--seq-len")
-    attention = options.model.attention
-    machine = measure_machine(model, options.model.title, options.chunk, attention)
+    measure = partial(
+        measure_machine, model, options.model.title, options.chunk, options.model.attention
+    )
+    machine = measure()
     on_gpu = model.device.type == "cuda"
     busy = machine.busy and not on_gpu
     if busy:
         with timing.one_thread():
-            machine = measure_machine(
-                model, options.model.title, options.chunk, attention, timing.cpu_time
-            )
+            machine = measure(clock=timing.cpu_time)
     print(machine.heading() + limits_line(machine))
     costs = measure_costs(model, options, busy)
     report: dict[str, Any] = {"machine": machine.to_json()}

@@ -20,9 +20,8 @@ from lab.measure import timing
 from lab.measure.machine_info import RealMachineInfo
 from model import GPT, FlatBatch
 from parallel import runner_for
-from parallel.shard import Shard
-from request import Chunk
-from runtime.lone_chunk import lone_chunk
+from parallel.shard import Shard, stages_of
+from request import Chunk, lone_chunk
 from runtime.runner import Runner
 
 PRODUCTS = (*timing.LINEAR, "head")
@@ -212,7 +211,7 @@ def _attention_limit_ms(model: GPT, machine: RealMachineInfo, batch: Batch) -> f
     """The least time that the attention of a batch can take."""
     flops, moved_bytes = timing.attention_cost(model.config, spans_of(batch), model.dtype)
     limit_s = max(flops / machine.flops_per_s, moved_bytes / machine.bytes_per_s)
-    return 1e3 * model.stages * limit_s
+    return 1e3 * stages_of(model) * limit_s
 
 
 def time_sequences(

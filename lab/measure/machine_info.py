@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 
-from attention import Flash, make_attention
-from kv_cache import KVCache
 from lab.measure import timing
 from model import GPT
 from parallel.shard import Shard
-from runtime.cuda_graphs import DecodeGraphs
+from request import lone_chunk
 from runtime.memory import FLASH_PAGE
-from runtime.packed_linear import count_parameters
+from runtime.runner import Runner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,18 +99,19 @@ def measure_machine(
         )
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     flops_per_s = 2 * rows * weights / (products_timing.ms / 1e3)
-    whole_model = model
+    config = model.config
     ranks = None
     if isinstance(model, Shard):  # it has a part of the whole model
-        whole_model = model.whole_model()
+        config = model.whole_config
         ranks = model.ranks
+    plain_model = GPT(config, "meta", seed=None)  # packed weights may have padding
     backend, cuda_graphs = running_attention(model, attention)
     return RealMachineInfo(
         device=timing.device_name(device),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         model=name,
-        parameters=count_parameters(whole_model),
+        parameters=sum(weights.numel() for weights in plain_model.parameters()),
         dtype=str(model.dtype).removeprefix("torch."),
         compiled=model.compiled,
         flops_per_s=flops_per_s,
@@ -129,13 +128,12 @@ def measure_machine(
 def running_attention(model: GPT, attention: str) -> tuple[str, bool | None]:
     """The class of the backend that `attention` makes here, as "auto" takes the fastest that runs,
     and whether a batch of decodes alone is a CUDA graph; None without CUDA."""
-    cache = KVCache(model.config, 1, FLASH_PAGE, model.device, model.dtype)
-    backend = make_attention(model.config, cache, attention)
-    cuda_graphs = False if cache.data.is_cuda else None
-    if isinstance(backend, Flash) and not isinstance(model, Shard):
-        with torch.inference_mode():
-            cuda_graphs = DecodeGraphs(model, cache, backend).graph_of(1) is not None
-    return type(backend).__name__, cuda_graphs
+    runner = Runner(model, 1, FLASH_PAGE, attention=attention)
+    cuda_graphs = False if runner.cache.data.is_cuda else None
+    if cuda_graphs is not None and runner.fast and not isinstance(model, Shard):
+        runner.greedy([lone_chunk([0], 0, [0])])
+        cuda_graphs = bool(runner.graphs.graphs)
+    return type(runner.attention).__name__, cuda_graphs
 
 
 def memory_bandwidth(device: torch.device, clock: Callable[[], float] = timing.wall_time) -> float:

@@ -18,6 +18,7 @@ from lab.measure.run_loop import LoadRun, Recorder, Run
 from lab.measure.run_plan import run_plan
 from model import GPT
 from parallel import engine_for
+from parallel.shard import stages_of
 
 BASE = "request-level"  # gains are over its throughput
 
@@ -108,7 +109,7 @@ def run_policies(
     arrivals = load.arrivals()
     prompts = workload.prompts(arrivals, model.config.vocab_size, load.seed)
     configs = run_plan(policies, [load.seq_len], load.config(chunk, attention))
-    one_at_a_time = model.device.type == "cuda" or model.stages > 1
+    one_at_a_time = model.device.type == "cuda" or stages_of(model) > 1
     deadline = time.perf_counter() + limit_s
     for group in [[name] for name in configs] if one_at_a_time else [list(configs)]:
         clocks = {name: Clock(now) for name in group}

@@ -25,10 +25,9 @@ from tqdm import tqdm
 
 from kv_cache import kv_bytes_per_token
 from model import GPT, FlatBatch, GPTConfig
+from parallel.shard import stages_of
 from request import Chunk
-from runtime.dtypes import fastest_cpu_dtype, fastest_gpu_dtype
-from runtime.pieces import ROWS_PER_PIECE
-from runtime.runner import Runner
+from runtime.runner import Runner, find_fast
 
 Name = TypeVar("Name")
 Result = TypeVar("Result")
@@ -201,9 +200,9 @@ class Probe:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.threads = min(torch.get_num_threads(), available_processors())
-        on_cpu = device.type == "cpu"
-        dtype = fastest_cpu_dtype() if on_cpu else fastest_gpu_dtype(device)
-        width = 512 if on_cpu else 4096  # half a millisecond or less
+        fast = find_fast()
+        dtype = fast.fastest_dtype(device) if fast else torch.float32
+        width = 512 if device.type == "cpu" else 4096  # half a millisecond or less
         x = torch.ones(width // 2, width, device=device, dtype=dtype)
         weight = torch.ones(width, width, device=device, dtype=dtype)
         self.product: Callable[[], object] = partial(nn.functional.linear, x, weight)
@@ -288,23 +287,20 @@ def linear_layers(model: GPT, names: Sequence[str] = LINEAR) -> list[nn.Linear]:
     """The linear layers of these names of a model's blocks, in the order of computation.
 
     Of a parallel.shard.Shard those that it has, once for each stage."""
-    blocks = [*model.blocks] * model.stages
+    blocks = [*model.blocks] * stages_of(model)
     return [getattr(block, name) for block in blocks for name in names]
 
 
 def bare_products(model: GPT, rows: int, layers: Sequence[nn.Linear]) -> Callable[[], None]:
-    """A function that runs linear layers on so many rows, in the model's pieces, alone."""
-    piece_rows = ROWS_PER_PIECE.get(model.device.type, 8192)
-    pieces_of: dict[int, Sequence[Tensor]] = {}  # by width
+    """A function that runs linear layers on so many rows, alone: ranks add nothing up."""
+    inputs: dict[int, Tensor] = {}  # by width
     for width in {layer.in_features for layer in layers}:
-        x = torch.randn(rows, width, device=model.device, dtype=model.dtype)
-        pieces_of[width] = x.split(piece_rows)
+        inputs[width] = torch.randn(rows, width, device=model.device, dtype=model.dtype)
 
     @torch.inference_mode()
     def run() -> None:
         for layer in layers:
-            for piece in pieces_of[layer.in_features]:
-                layer(piece)
+            layer.forward(inputs[layer.in_features])
 
     return run
 
@@ -323,7 +319,7 @@ def attention_alone(runner: Runner, spans: Sequence[Chunk]) -> Callable[[], None
 
     @torch.inference_mode()
     def run() -> None:
-        for _ in range(model.stages):
+        for _ in range(stages_of(model)):
             for layer in range(model.config.n_layer):
                 keys, values = runner.cache.layer(layer)
                 batch.attend(q, keys, values)

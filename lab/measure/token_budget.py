@@ -17,8 +17,7 @@ from kv_cache import KVCache
 from lab.measure import timing
 from policies import find_policy, policy_options
 from policies.iteration_time import BatchShape
-from request import Chunk
-from runtime.lone_chunk import lone_chunk
+from request import Chunk, lone_chunk
 from runtime.runner import Runner
 
 BASE_BATCH = 32  # decodes, at base_context, in the decode iteration that SLOs are multiples of

@@ -6,10 +6,10 @@ from unittest import mock
 
 import torch
 
-from attention import BACKENDS, DEVICES
+from fast import BACKENDS, DEVICES
 from kv_cache import slot_mapping
 from model import GPTConfig
-from runtime.lone_chunk import lone_chunk
+from request import lone_chunk
 from tests.helpers import poisoned_cache
 
 CUDA_BACKENDS = [name for name in BACKENDS if DEVICES.get(name) == "cuda"]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import attention
-from attention import fallback
-from attention.plan import SIXTEEN_BITS
+import fast
+from fast import fallback
+from fast.fallback import SIXTEEN_BITS
 from kv_cache import slot_mapping
 
 OPERATORS = ("xformers_flash::flash_fwd", "aten::_flash_attention_forward")
@@ -157,10 +157,10 @@ def flash_attention(*args, **kwargs):
 
 
 def pretend_flash(monkeypatch, operator=flash_attention):
-    """Let attention.flash run on a CPU in float64, by that operator."""
+    """Let fast.flash run on a CPU in float64, by that operator."""
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    for module in (attention, fallback):
+    for module in (fast, fallback):
         monkeypatch.setattr(module, "SIXTEEN_BITS", (torch.float64,))
 
 

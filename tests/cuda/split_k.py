@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch
 
-from attention import BACKENDS
-from runtime.lone_chunk import lone_chunk
+from fast import BACKENDS
+from request import lone_chunk
 from tests.cuda.batches import (
     capability,
     config_of,

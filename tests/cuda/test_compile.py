@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from attention import SDPA
+from attention.sdpa import SDPA
+from fast import compile_layers
 from model import FlatBatch
-from runtime.lone_chunk import lone_chunk
+from request import lone_chunk
 from tests.cuda.inductor import launches_of_a_layer
 from tests.cuda.split_k import Worker
 from tests.helpers import poisoned_cache, tiny_model
@@ -43,7 +44,7 @@ def test_batches_of_any_size_are_compiled_once(family, n_layer, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compile_eagerly)
     model = tiny_model(family, n_layer=n_layer)
-    model.compile()
+    compile_layers(model)
     cache = poisoned_cache(model, 4, 64)
     backend = SDPA(model.config, cache)
     for rows in SIZES:

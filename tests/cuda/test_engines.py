@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import bench
-from attention import SDPA, Flash
+from attention.sdpa import SDPA
 from engine import Engine
+from fast import Flash
 from lab.measure import timing
 from model import GPT, GPTConfig
 from policies import POLICIES

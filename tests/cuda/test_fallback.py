@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import attention
-from attention import BACKENDS, SDPA, Flash, make_attention
+import fast
+from attention.sdpa import SDPA
+from fast import BACKENDS, Flash, make_attention
 from tests.cuda.batches import (
     CUDA_BACKENDS,
     capability,
@@ -110,7 +111,7 @@ def test_auto_takes_flash_without_a_word(recwarn, failing):
 
 
 def test_auto_takes_the_next_backend_and_says_why(monkeypatch, failing):
-    monkeypatch.setitem(attention.ON_CUDA, "xformers", lambda *_: "made by xformers")
+    monkeypatch.setitem(fast.ON_CUDA, "xformers", lambda *_: "made by xformers")
     message = "'xformers', which is slower: flash cannot run, TypeError: no kernel here$"
     no_flash = failing(TypeError("no kernel here"))
     with no_flash, capability(8, 0), pytest.warns(UserWarning, match=message):

@@ -1,13 +1,13 @@
 """Attention computed from exactly what flash's operator is given equals its definition.
 
-Also: what attention.flash copies to the GPU, and what it refuses."""
+Also: what fast.flash copies to the GPU, and what it refuses."""
 
 import random
 
 import pytest
 import torch
 
-from attention import BACKENDS, Flash
+from fast import BACKENDS, Flash
 from kv_cache import slot_mapping
 from model import FlatBatch
 from test_equivalence import a_span

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from attention.decode_sizes import padded_sizes
+from fast.cuda_graphs import DecodeGraphs
+from fast.padding import padded_sizes
 from lab.measure.machine_info import running_attention
 from model import GPT, GPTConfig
-from runtime.cuda_graphs import DecodeGraphs
-from runtime.lone_chunk import lone_chunk
+from request import lone_chunk
 from runtime.runner import Runner
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.filterwarnings("error:.*without CUDA graphs")]
@@ -62,6 +62,6 @@ def test_graphs_keep_a_row_of_the_layers_for_each_decode_and_no_logits(gpu):
 def test_results_say_which_attention_ran_and_whether_graphs_did(gpu, monkeypatch):
     model = new_runner().model
     assert running_attention(model, "auto") == ("Flash", True)
-    assert running_attention(model, "sdpa") == ("SDPA", False)
+    assert running_attention(model, "sdpa") == ("Blocks", False)
     monkeypatch.setattr(DecodeGraphs, "has_failed", True)
     assert running_attention(model, "auto") == ("Flash", False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model import GPT, FlatBatch, GPTConfig
-from runtime.lone_chunk import lone_chunk
+from request import lone_chunk
 from runtime.runner import Runner
 from tests.cuda.batches import CUDA_BACKENDS, reads_pages
 

@@ -22,11 +22,13 @@ from itertools import chain, takewhile
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from attention.plan import AttentionPlan
-from attention.sdpa import SDPA, ChunkPlan
+from attention.plan import AttentionPlan, staircase
+from attention.sdpa import SDPA, read
 from config import GPTConfig
+from fast.cpu_blocks import QUERY_BLOCK, blocks_of
 from kv_cache import KVCache
 from request import Chunk
 
@@ -36,27 +38,63 @@ PAGE_BLOCK = 16  # and pages that are copied, too
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
+class Block(NamedTuple):
+    """Some queries of a chunk, computed by two products."""
+
+    rows: slice  # of q
+    keys: int  # how many are read, from the first on
+    mask: Tensor | None  # (queries * group, keys from the first query's on); None: all are seen
+
+
+class ChunkPlan(NamedTuple):
+    """A chunk, and where its request's keys are."""
+
+    slots: slice | Tensor  # of the cache
+    blocks: list[Block]
+
+
 class Matmul(SDPA):
     """Chunks one by one; all decodes together, each page once for all of its readers.
 
     Keys are read in whole KEY_BLOCKs, the last ones behind a mask. The masked keys and values must
     be finite numbers, so the first chunk that writes to a page fills the rest of it with zeros."""
 
-    masks_past = False
-    key_block = KEY_BLOCK
-
     def __init__(self, config: GPTConfig, cache: KVCache) -> None:
         super().__init__(config, cache)
+        self.cache = cache
         self.n_kv_head = config.n_kv_head
         self.head_dim = config.head_dim
+        # of a block's own keys, and of those behind them
+        self.mask = staircase(QUERY_BLOCK + KEY_BLOCK, 0, self.group, self.dtype)
 
     def plan(self, chunks: Sequence[Chunk]) -> AttentionPlan:
         """The plan of a batch, see plan.AttentionBackend."""
         decodes = list(takewhile(lambda chunk: chunk.length == 1, chunks))
         decode_plan = self.plan_decodes(decodes)
         together = len(decodes) if decode_plan else 0
-        chunk_plans = self.plan_chunks(chunks[together:])
+        chunk_plans = self.plan_chunks(chunks[together:], together)
         return partial(self.attend_batch, self.unwritten_tails(chunks), decode_plan, chunk_plans)
+
+    def plan_chunks(self, chunks: Sequence[Chunk], first_row: int) -> list[ChunkPlan]:
+        """The blocks of each chunk. The first query is row `first_row` of q."""
+        plans = []
+        for chunk in chunks:
+            max_keys = len(chunk.used_pages(self.page_size)) * self.page_size
+            blocks = []
+            keys = 1
+            for block in blocks_of(chunk):
+                rows = slice(first_row, first_row + block.length)
+                first_row = rows.stop
+                if chunk.length == 1:
+                    keys = block.end
+                    mask = None
+                else:
+                    whole_blocks = -(-block.end // KEY_BLOCK)
+                    keys = min(whole_blocks * KEY_BLOCK, max_keys)
+                    mask = self.mask[: block.length * self.group, : keys - block.start]
+                blocks.append(Block(rows, keys, mask))
+            plans.append(ChunkPlan(self.slots(chunk, keys), blocks))
+        return plans
 
     def unwritten_tails(self, chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
         """(first slot, end) of the rest of each page that is begun by one of these chunks."""
@@ -99,13 +137,21 @@ class Matmul(SDPA):
             keys[:, first:end] = 0
             values[:, first:end] = 0
         out = q.new_empty(q.shape)
-        first_row = 0
         if decode_plan is not None:
-            first_row = decode_plan.decodes
-            out[:first_row] = decode_plan(q[:first_row], keys, values)
-        chunk_rows = slice(first_row, None)
-        self.attend(chunks, q[chunk_rows], keys, values, out[chunk_rows])
-        return out
+            n = decode_plan.decodes
+            out[:n] = decode_plan(q[:n], keys, values)
+        q = q.unflatten(1, (-1, self.group))
+        out = out.unflatten(1, (-1, self.group))
+        # q and out (num_tokens, n_kv_head, group, head_dim)
+        for plan in chunks:
+            k = read(keys, plan.slots)
+            v = read(values, plan.slots)
+            for rows, n, mask in plan.blocks:
+                folded = q[rows].transpose(0, 1).flatten(1, 2)
+                y = self.attend_block(folded, k[:, :n], v[:, :n], mask)
+                # folded and y (n_kv_head, rows * group, head_dim)
+                out[rows] = y.unflatten(1, (-1, self.group)).transpose(0, 1)
+        return out.flatten(1, 2)
 
     def attend_block(
         self,
@@ -114,9 +160,11 @@ class Matmul(SDPA):
         v: Tensor,
         mask: Tensor | None,
     ) -> Tensor:
-        """As SDPA.attend_block, by two products."""
-        if mask is None:  # a decode on its own
-            return super().attend_block(q, k, v, mask)
+        """q (n_kv_head, rows, head_dim), k and v (n_kv_head, keys, head_dim), `mask` of a Block
+        -> (n_kv_head, rows, head_dim)"""
+        if mask is None:  # a decode on its own: torch's kernel, which is slow for one row of q
+            q = q.expand(-1, max(2, q.shape[1]), -1)
+            return F.scaled_dot_product_attention(q[None], k[None], v[None])[0, :, : self.group]
         scores = self.scores(q, k)
         first_column = k.shape[1] - mask.shape[1]
         scores[..., first_column:] += mask
@@ -218,7 +266,7 @@ class DecodePlan:
         self.is_page_used = (first_keys < slot_ends[:, None])[..., None]  # or the slot is filled up
         keys = torch.arange(self.pages_per_decode * backend.page_size)
         hidden = keys >= slot_ends[:, None, None]  # (decodes, 1, keys)
-        mask = torch.zeros(hidden.shape, dtype=backend.bias.dtype)
+        mask = torch.zeros(hidden.shape, dtype=backend.dtype)
         self.mask = mask.masked_fill_(hidden, float("-inf"))
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention.fallback import check_gpu, probe
-from attention.pages import padded_tables
 from attention.plan import to_device
 from config import GPTConfig
+from fast.fallback import check_gpu, probe
+from fast.padding import padded_tables
 from kv_cache import KVCache
 from request import Chunk
 from runtime.memory import FLASH_PAGE

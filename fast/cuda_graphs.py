@@ -12,11 +12,11 @@ each batch is copied into them first. What differs between two batches of decode
 while cu_seqlens_q counts 0, 1, 2, ... in all of them. The head is computed after the graph, on the
 rows whose logits are wanted: logits take far more memory than the rows that a graph must keep.
 
-Sizes are padded (attention/decode_sizes.py). The rows that are added hold any token at any place.
+Sizes are padded (padding.py). The rows that are added hold any token at any place.
 They write their keys and values to the cache's scratch slot, attend to one key, and nobody reads
 them.
 
-Read first: model.py, runner.py."""
+Read first: model.py, flash.py."""
 
 import warnings
 from collections.abc import Callable
@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attention.decode_sizes import padded_size
-from attention.flash import FlashPlan
 from attention.plan import AttentionBackend
+from fast.flash import FlashPlan
+from fast.padding import padded_size
 from kv_cache import KVCache
 from model import GPT, FlatBatch
-from runtime.lone_chunk import lone_chunk
+from request import lone_chunk
 
 
 class Recording(NamedTuple):
@@ -63,7 +63,6 @@ class DecodeGraph(NamedTuple):
     batch: FlatBatch  # whose tensors it reads
     plan: FlashPlan  # the batch's
     recording: Recording  # its output is what the layers compute, (size, n_embd)
-    rope: Tensor | None  # which it reads, also after the model has made a longer one
 
 
 class DecodeGraphs:
@@ -102,7 +101,7 @@ class DecodeGraphs:
                 DecodeGraphs.has_failed = True
                 cause = error.__context__ or error  # before the end of the recording failed, too
                 reason = f"{type(cause).__name__}: {cause}".partition("\n")[0]
-                warnings.warn(f"decodes run without CUDA graphs, slower: {reason}", stacklevel=4)
+                warnings.warn(f"decodes run without CUDA graphs, slower: {reason}", stacklevel=5)
         return self.graphs.get(size)
 
     def record_size(self, size: int) -> DecodeGraph:
@@ -118,7 +117,7 @@ class DecodeGraphs:
             return self.model.compute_layers(self.model.embed(batch), batch, self.cache)
 
         recording = record(compute, self.stream, self.pool)
-        return DecodeGraph(batch, batch.attend, recording, self.model.rope)
+        return DecodeGraph(batch, batch.attend, recording)
 
     def copy_into(self, graph: DecodeGraph, batch: FlatBatch, plan: FlashPlan) -> None:
         """Let the graph's first rows be those of a batch, and the others padding."""

@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from attention.plan import SIXTEEN_BITS, AttentionBackend
+from attention.plan import AttentionBackend
 from config import GPTConfig
 from kv_cache import KVCache
-from runtime.lone_chunk import lone_chunk
+from request import lone_chunk
+
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 def check_gpu(name: str, cache: KVCache) -> None:

@@ -11,14 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.decode_sizes import padded_size
-from attention.fallback import check_gpu, probe
-from attention.pages import gather, padded_tables, page_rows
 from attention.plan import AttentionPlan, to_device
 from config import GPTConfig
-from kv_cache import KVCache
-from request import Chunk
-from runtime.lone_chunk import lone_chunk
+from fast.fallback import check_gpu, probe
+from fast.padding import padded_size, padded_tables
+from kv_cache import KVCache, slot_mapping
+from request import Chunk, lone_chunk
 
 CPU = torch.device("cpu")
 PADDING = lone_chunk([0], 0, [0])  # a decode that attends to one key, the first of page 0
@@ -30,7 +28,7 @@ class Call(NamedTuple):
     rows: slice  # of q
     mask: Any  # one of xformers.ops.fmha.attn_bias
     operator: Any  # one of xformers.ops.fmha
-    gather_rows: Tensor | None = None  # the page_rows that are copied side by side first
+    slots: Tensor | None = None  # whose keys and values are copied side by side first
     padding: int = 0  # queries that are added, and whose outputs are cut off
 
 
@@ -100,18 +98,19 @@ class XFormers:
     def plan_prefills(self, chunks: Sequence[Chunk], first_row: int) -> Call:
         """The call of some longer chunks, the last rows of q. The mask may be that of a copy."""
         pages = self.cache.pages
-        gather_rows = None
+        slots = None
         if self.paged:
-            copied_pages = []
+            copied_pages: list[int] = []
             copied_chunks = []
             for chunk in chunks:
                 copied_chunks.append(lone_chunk([len(copied_pages)], chunk.start, chunk.tokens))
                 copied_pages += chunk.used_pages(self.page_size)
             chunks = copied_chunks
             pages = len(copied_pages)
-            gather_rows = page_rows(copied_pages, self.cache)
+            numbers = slot_mapping(copied_pages, self.page_size, 0, pages * self.page_size)
+            slots = to_device(numbers, self.device)
         mask = gappy_bias(chunks, pages, self.page_size, self.device)
-        return Call(slice(first_row, None), mask, self.chunk_operator, gather_rows)
+        return Call(slice(first_row, None), mask, self.chunk_operator, slots)
 
     def attend(
         self,
@@ -141,10 +140,10 @@ class XFormers:
         view, or some pages of them.
 
         Heads of a group are the same memory, with a stride of 0, which the operators recognise."""
-        if call.gather_rows is not None:
-            x = gather(x, call.gather_rows, self.page_size)
-        x = x.transpose(0, 1)[None, :, :, None]
-        return x.expand(-1, -1, -1, self.group, -1)
+        x = x.transpose(0, 1)
+        if call.slots is not None:
+            x = x.index_select(0, call.slots)
+        return x[None, :, :, None].expand(-1, -1, -1, self.group, -1)
 
 
 def import_xformers() -> Any:

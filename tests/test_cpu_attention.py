@@ -1,0 +1,126 @@
+"""fast/ on a CPU: blocks of queries, products of matrices and compiled layers compute what the
+plain way does."""
+
+import random
+
+import pytest
+import torch
+
+from attention.sdpa import SDPA
+from fast import compile_layers
+from fast.cpu_blocks import QUERY_BLOCK, Blocks
+from fast.cpu_matmul import Matmul
+from kv_cache import slot_mapping
+from test_equivalence import a_span, close, figure_6, in_dtype, prefill
+from tests.helpers import block_tables, poisoned_cache, tiny_model
+
+
+@pytest.mark.parametrize("backend", [Blocks, Matmul])
+@pytest.mark.parametrize("scattered", [False, True], ids=["in-order", "scattered"])
+def test_blocks_of_a_chunk_equal_one_call(backend, scattered):
+    model = tiny_model(n_kv_head=2)
+    lengths = [1, 1, 127, 128, 129, 200, 300]
+    starts = [0, 299, 40, 3, 0, 100, 0]
+    tables = block_tables([-(-300 // 16)] * len(lengths), scattered)
+    spans = [a_span(*row) for row in zip(tables, starts, lengths, strict=True)]
+    cache = poisoned_cache(model, 2 * sum(map(len, tables)), 16, 304)
+    layer = cache.layer(0)
+    for span in spans:
+        fill(layer, span, 16)
+    q = torch.randn(sum(lengths), 4, model.config.head_dim, dtype=torch.float64)
+    expected = SDPA(model.config, cache).plan(spans)(q, *layer)
+    close(backend(model.config, cache).plan(spans)(q, *layer), expected)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_the_mask_of_products_is_figure_6_and_hides_what_is_behind(group):
+    model = tiny_model(n_kv_head=4 // group)
+    backend = Matmul(model.config, poisoned_cache(model, 1, 300))
+    for start, length in [(0, 2), (5, 7), (63, 2), (60, 200), (0, 129)]:
+        (plan,) = backend.plan_chunks([a_span([0], start, length)], first_row=3)
+        row = 3
+        for block in plan.blocks:
+            n = block.rows.stop - row
+            first = start + row - 3
+            assert block.rows.start == row
+            assert block.keys >= first + n
+            mask = block.mask.unflatten(0, (n, group))
+            visible = torch.zeros(n, block.keys - first, dtype=torch.bool)
+            visible[:, :n] = figure_6(0, n)
+            assert torch.equal(mask == 0, visible[:, None].expand(mask.shape))
+            row += n
+        assert row == 3 + length
+        assert len(plan.blocks) == -(-length // QUERY_BLOCK)
+
+
+READERS = [[1] * 9, [2], [3, 3], [5], [5, 1, 2, 3, 1, 1], [1]]
+
+
+@pytest.mark.parametrize("times", [1, 3], ids=["mostly-read", "hardly-read"])
+@pytest.mark.parametrize("scattered", [False, True], ids=["in-order", "scattered"])
+@pytest.mark.parametrize("page_size, longest", [(1, 9), (4, 30), (16, 40), (16, 16), (40, 40)])
+@pytest.mark.parametrize("n_kv_head", [4, 2])
+def test_decodes_that_share_pages_equal_each_alone(
+    n_kv_head, page_size, longest, scattered, times, monkeypatch
+):
+    """Some decodes read the same full pages first, and then their own; so does a chunk."""
+    monkeypatch.setattr("fast.cpu_matmul.PAGE_BLOCK", 4)
+    model = tiny_model(n_kv_head=n_kv_head)
+    rng = random.Random(1)
+    for readers in READERS:
+        spans, pages = spans_that_share_pages(rng, readers, page_size, longest, scattered)
+        *decodes, chunk = spans
+        cache = poisoned_cache(model, times * pages, page_size, longest)
+        layer = cache.layer(0)
+        for span in spans:
+            fill(layer, span, page_size)
+        rows = len(decodes) + chunk.length
+        q = torch.randn(rows, 4, model.config.head_dim, dtype=torch.float64)
+        expected = SDPA(model.config, cache).plan(spans)(q, *layer)
+        backend = Matmul(model.config, cache)
+        close(backend.plan(spans)(q, *layer), expected)
+        n = len(decodes)
+        close(backend.plan(decodes)(q[:n], *layer), expected[:n])
+        for i, decode in enumerate(decodes):
+            close(backend.plan([decode])(q[i : i + 1], *layer), expected[i : i + 1])
+
+
+def spans_that_share_pages(rng, readers, page_size, longest, scattered):
+    """Decodes, of which readers[i] share their first pages for each i, and a chunk that shares
+    those of the first; and the number of pages of their cache, one of which nobody has."""
+    prefixes = []  # numbers of shared pages
+    own = []  # (i, end) of each span
+    for i, count in enumerate(readers):
+        prefix = rng.randint(0, (longest - 5) // page_size) if count > 1 else 0
+        prefixes.append(prefix)
+        own += [(i, rng.randint(prefix * page_size + 1, longest)) for _ in range(count)]
+    chunk_start = prefixes[0] * page_size
+    own.append((0, min(longest, chunk_start + 3)))
+    needed = prefixes + [-(-end // page_size) - prefixes[i] for i, end in own]
+    pages = sum(needed) + 1
+    order = rng.sample(range(pages), pages) if scattered else range(pages)
+    tables = [[order[page] for page in table] for table in block_tables(needed, scattered=False)]
+    spans = []
+    for (i, end), own_table in zip(own, tables[len(readers) :], strict=True):
+        spans.append(a_span(tables[i] + own_table, end - 1, 1))
+    spans[-1] = a_span(spans[-1].pages, chunk_start, own[-1][1] - chunk_start)
+    return spans, pages
+
+
+def fill(layer, span, page_size):
+    """Put random keys and values where a span may read, and big numbers behind, if its last page
+    was begun before."""
+    for x in layer:
+        slots = slot_mapping(span.pages, page_size, 0, span.end)
+        x[:, slots] = torch.randn_like(x[:, slots])
+        begun = -(-(span.end - 1) // page_size) * page_size
+        x[:, slot_mapping(span.pages, page_size, span.end, begun)] = 1e4
+
+
+@pytest.mark.slow  # and needs a C++ compiler
+def test_compiled_model_gives_the_same_logits():
+    model = tiny_model(dtype=torch.float32, n_layer=1)
+    compiled = in_dtype(model, torch.float32)
+    compile_layers(compiled)
+    for tokens in ([1, 2, 3, 4, 5], [6]):
+        close(prefill(compiled, tokens), prefill(model, tokens), 1e-4)
