@@ -43,9 +43,11 @@ class CostLab(Lab):
     def __init__(self, cost: CostModel, size: Size = "gpu", setup: Setup | None = None) -> None:
         self.cost = cost
         self.setup = setup or Setup()
+        with torch.device("meta"):  # its sizes are looked at, nothing else
+            block = Block(cost.config)
         model: Any = SimpleNamespace(
             config=replace(cost.config, max_positions=10**6),
-            blocks=[Block(cost.config, device="meta")],
+            blocks=[block],
             dtype=torch.float16,
             device=torch.device("cpu"),  # so that pages are small, as vLLM's
         )
