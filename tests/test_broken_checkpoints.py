@@ -175,15 +175,9 @@ def put(**changes):
     return lambda content: content.update(changes)
 
 
-HUGE_SIZES = [
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
-    *("intermediate_size", "max_position_embeddings", "num_key_value_heads"),
-]
 NO_DEFAULT = [{"name": "tool_use", "template": "x"}]
-EDITS = [("config.json", put(**{name: 10**18}), "at most") for name in HUGE_SIZES]
-EDITS += [
+EDITS = [
     ("config.json", put(max_position_embeddings=2**24, head_dim=2**14), "do not fit"),
-    ("config.json", put(rope_parameters=LLAMA_3["rope_parameters"] | {"factor": 1e-320}), "factor"),
     *(
         ("tokenizer_config.json", put(**{name: value}), message)
         for name, value, message in [

@@ -377,11 +377,6 @@ REFUSED = [
         for name, value in WRONG_ROPE
     ),
     ({"model_type": "phi3"}, "must be 'gpt2', 'llama', 'mistral', 'qwen2' or 'qwen3'"),
-    ({"rope_scaling": {"rope_type": "llama3"}}, "factor=None: must be a finite"),
-    (
-        {"rope_scaling": ROPE | {"low_freq_factor": 4.0}},
-        "low_freq_factor=4.0: must be below high_freq_factor=4.0",
-    ),
     ({"num_key_value_heads": 3}, "n_kv_head=3: must divide n_head=32"),
 ]
 

@@ -73,8 +73,11 @@ def test_a_policy_without_chunks_says_so_and_what_it_prints_is_kept():
         (MINE + "    def schedule(self):\n        self.x\n", "my_policy.py line 6: Attrib"),
         (MINE + "    def schedule(self):\n        pass\n", "returned None"),
         (MINE + LOST, "the rule 'nothing lost' is broken"),
-        (MINE + "    def __init__(self):\n        pass\n", "its __init__ must take"),
-        (MINE + "    def token_budget(self, d, p):\n        return 0.5\n", "whole number"),
+        (MINE + "    def __init__(self):\n        pass\n", "unexpected keyword argument"),
+        (
+            MINE + "    def token_budget(self, d, p):\n        return 0.5\n",
+            "cannot be interpreted as an integer",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(source, problem):

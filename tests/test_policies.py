@@ -89,7 +89,7 @@ def test_it_is_told_where_a_policy_fails_while_it_runs(own):
     with pytest.raises(PolicyError, match="^ZeroDivisionError: ") as caught:
         scheduler.next_batch()
     assert caught.value.place == f"{own} line 7"
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(AssertionError) as caught:
         scheduler.rank(1)
     assert where_it_failed(caught.value) == f"{own} line 9"
     scheduler.schedule = lambda: None  # what comes of what it returned has no line
