@@ -80,11 +80,6 @@ class GPTConfig:
             raise ValueError(f"preset={name!r}: must be one of {', '.join(PRESETS)}")
         return replace(cls(**PRESETS[name]), **changes)
 
-    @property
-    def sizes(self) -> str:
-        """All sizes with their names, as one text."""
-        return ", ".join(f"{name}={getattr(self, name)}" for name in GPT_SIZES)
-
 
 @dataclass(frozen=True)
 class EngineConfig:
