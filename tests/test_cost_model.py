@@ -5,7 +5,7 @@ test_papers_simulated.py."""
 
 import random
 from dataclasses import replace
-from math import inf, nan
+from math import inf
 
 import numpy as np
 import pytest
@@ -295,11 +295,6 @@ def test_a_model_that_does_not_fit_says_what_to_do():
         ({"tp": 3}, "tp=3: must divide n_head=4"),
         ({"pp": 3}, "pp=3: must divide n_layer=4"),
         ({"tp": 4, "config": replace(SMALL, n_inner=18)}, "tp=4: must divide n_inner=18"),
-        ({"tp": 0}, "tp=0: must be a whole number of at least 1"),
-        ({"tp": "2"}, "tp='2': must be a whole number of at least 1"),
-        ({"pp": 1.5}, "pp=1.5: must be a whole number of at least 1"),
-        ({"cpu_s": -1e-9}, "cpu_s=-1e-09: must be a finite number of seconds, at least 0"),
-        ({"cpu_s": nan}, "cpu_s=nan: must be a finite number of seconds, at least 0"),
     ],
 )
 def test_bad_arrangements_are_refused(changes, message):

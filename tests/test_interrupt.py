@@ -84,6 +84,6 @@ def test_a_loop_of_steps_goes_on(policy):
 def test_generate_leaves_nothing_and_can_be_called_again(policy):
     engine = make_engine(policy)
     interrupts(2, lambda: engine.generate(PROMPTS, PARAMS, progress=False), again=True)
-    assert [c.tokens for c in engine.generate(PROMPTS, PARAMS, progress=False)] == EXPECTED
+    assert [c.output for c in engine.generate(PROMPTS, PARAMS, progress=False)] == EXPECTED
     assert not engine.has_work
     check_integrity(engine.scheduler.pages, [])

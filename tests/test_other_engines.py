@@ -200,7 +200,7 @@ def test_rates_gains_and_equal_tokens_are_reported(fake, checkpoint, monkeypatch
         assert params.max_new_tokens == 5 and config.max_len == 20
         assert (config.chunk, config.max_batch) == (12, 3)
         n = 3 if config.policy == "sarathi-serve" else 1
-        return [SimpleNamespace(tokens=prompt[:n] + [-2] * (5 - n)) for prompt in prompts]
+        return [SimpleNamespace(output=prompt[:n] + [-2] * (5 - n)) for prompt in prompts]
 
     def interleaved(variants, device, repeats, title, warmup):
         assert warmup == 0

@@ -95,7 +95,7 @@ def test_serve_prints_and_writes_everything(tmp_path, run, plots):
     for run in runs.values():
         served = [(c.arrival, len(c.prompt), len(c.output)) for c in run.completions]
         assert served == [arrival[:3] for arrival in arrivals] and run.iterations
-        assert {PRIORITIES[c.priority] for c in run.completions} == {"normal", "low"}
+        assert {PRIORITIES[c.service.priority] for c in run.completions} == {"normal", "low"}
 
 
 def test_capacity_prints_and_writes_everything(tmp_path, run, plots, monkeypatch):
@@ -362,7 +362,7 @@ def test_prefix_caching_is_compared_where_prompts_begin_alike(words, runs):
 LOADS = [
     ("--policies vllm:64", "'vllm:64': vllm does not go by a chunk size"),
     ("--policies dynamic:64", "'dynamic:64': dynamic does not go by a chunk size"),
-    ("--policies sarathi:0", "chunk=0: must be a whole number of at least 1"),
+    ("--policies sarathi:0", "chunk=0: must be at least 1"),
     ("--lengths 500", "--lengths '500': must be sharegpt4, arxiv or PROMPT"),
     ("--lengths 5+5,6+6 --requests 1", "--requests 1: must be at least 2"),
     ("--lengths 500+50 --shared-prefix 512:4", "of at most 512, --max-len less --shared-prefix"),

@@ -63,7 +63,7 @@ def test_each_package_that_is_imported_is_required():
     brought = {"pydantic_core", "triton", "httpx2", "nbformat"}
     engines = {"openvino", "openvino_genai", "optimum", "vllm", "nanovllm"}
     of_others = engines | {"pyodide", "js"}  # the page's
-    code = python().keys() - paths_of_tests() - {".ci/reversed_order.py"}
+    code = python().keys() - paths_of_tests()
     server = {path for path in code if path.startswith("server/")}
     wrong = foreign_imports(code - server, late=False)
     assert {(path, name) for path, name in wrong if name not in running} == set()

@@ -172,7 +172,7 @@ def test_auto_finds_a_budget_and_leaves_nothing_behind(policy, monkeypatch):
     assert engine.last_iteration is None
     engine.runner.cache.data.fill_(float("nan"))
     done = engine.generate(PROMPTS, params)
-    assert [c.tokens for c in done] == [alone(tiny_model(), prompt, params) for prompt in PROMPTS]
+    assert [c.output for c in done] == [alone(tiny_model(), prompt, params) for prompt in PROMPTS]
     assert [c.id for c in done] == list(range(5))
 
 
