@@ -24,6 +24,7 @@ NOT_RUN = {  # what a command holds -> why no test runs it
     "-m examples.compare ": "needs other engines",
     "-m tests.beside ": "needs other engines",
     "-m examples.fit_device ": "needs times of a GPU",
+    "-m examples.server_overhead ": "takes minutes: test_environment.py measures less",
 }
 SMOLLM2 = SHORT_NAMES["smollm2"]
 MODEL = "--preset llama-tiny --device cpu --dtype float32"
@@ -36,11 +37,11 @@ TINY = {  # how a command begins -> options in place of its own, or beside them
     "bench.py explore": "--requests 12",
     "bench.py paper": f"{MODEL} --quick --only S-F3,B-1 --out .",
     "bench.py pipeline": f"{MODEL} --max-len 64 --batch 2 --requests 8",
-    "bench.py pools": "--processes 1 --gpus 2",
+    "bench.py pools": "--gpus 2",
     "bench.py serve": f"{MODEL} {LOAD} --lengths 20+4,30+8 --qps 40",
     "bench.py serve --url": "--requests 3 --lengths 20+4",
     "bench.py simulate": "--only sarathi,bubbles --requests 16",
-    "bench.py today": "--processes 1 --only long-prompt",
+    "bench.py today": "--only long-prompt",
     "sample.py": f"{MODEL} --max-new-tokens 4",
     "-m server": f"{MODEL} --max-len 256",
 }
@@ -81,17 +82,18 @@ def folder(tmp_path):
 
 def run(line, folder):
     """How a command ends, by torchrun if it says so or needs several processes."""
-    by_torchrun, count, command = re.fullmatch(
+    torchrun, count, command = re.fullmatch(
         r"(torchrun --nproc-per-node (\d) )?(.*)", line
     ).groups()
     words = tiny(command)
     if words[0].endswith(".py"):
         words[0] = str(ROOT / words[0])
-    if by_torchrun or (re.search(" --[tp]p 2| --pools 1:1", line) and "a100" not in line):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", count or "2"]
-        pipes = {"cwd": folder, "capture_output": True, "encoding": "utf-8"}
-        return subprocess.run([*torchrun, *words], **pipes)
-    return forked.run(*words, cwd=folder)
+    if torchrun or (re.search(" --[tp]p 2| --pools 1:1", line) and "a100" not in line):
+        words = ["-m", "torch.distributed.run", "--nproc-per-node", count or "2", *words]
+    elif not re.match("bench.py (pools|today)", line):  # which start processes: a fork may not
+        return forked.run(*words, cwd=folder)
+    pipes = {"cwd": folder, "capture_output": True, "encoding": "utf-8"}
+    return subprocess.run([sys.executable, *words], **pipes)
 
 
 @pytest.mark.slow
