@@ -51,6 +51,7 @@ def no_interrupt() -> Iterator[None]:
         yield
         return
     held: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
 
     def hold(number: int, frame: FrameType | None) -> None:
         held.append(number)
@@ -58,7 +59,7 @@ def no_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
             signal.raise_signal(number)
 
-    handler = signal.signal(signal.SIGINT, hold)
+    signal.signal(signal.SIGINT, hold)
     try:
         yield
     finally:
@@ -216,13 +217,17 @@ class Engine:
         done: list[Request] = []
         encoded = self._encode_all(prompts, params)
         shows_bar = progress and sys.stderr and sys.stderr.isatty()
-        with tqdm(total=len(encoded), desc="requests") if shows_bar else nullcontext() as bar:
-            for event in self._serve(encoded):
-                if event.finish_reason is None:
-                    continue
-                done.append(event.request)
-                if bar is not None:
-                    bar.update()
+        try:
+            with tqdm(total=len(encoded), desc="requests") if shows_bar else nullcontext() as bar:
+                for event in self._serve(encoded):
+                    if event.finish_reason is None:
+                        continue
+                    done.append(event.request)
+                    if bar is not None:
+                        bar.update()
+        except BaseException:
+            self.reset()
+            raise
         return sorted(done, key=lambda request: request.id)
 
     def stream(
@@ -233,7 +238,10 @@ class Engine:
         """As `generate`, but yields the Event of each token as it appears, with its text.
 
         If the iterator is given up before its end, no request is left behind."""
-        yield from self.text.add_to(self._serve(self._encode_all(prompts, params)))
+        for event in self.text.add_to(self._serve(self._encode_all(prompts, params))):
+            self._serving = False
+            yield event
+            self._serving = True
 
     def _encode_all(self, prompts: Any, params: Any) -> list[tuple[list[int], SamplingParams]]:
         """The checked prompts with their params. Raises ValueError while other requests run."""
@@ -254,10 +262,7 @@ class Engine:
             for prompt, params in requests:
                 ids.append(self.add_request(prompt, params))
             while self.has_work:
-                self._serving = True
-                events = self.step()
-                self._serving = False
-                yield from events
+                yield from self.step()
             self._serving = False
         except GeneratorExit:
             for request_id in self.scheduler.requests.keys() & ids:

@@ -203,8 +203,6 @@ NO_MODEL = [
     ("--preset gpt2", "--seq-len 2000: this model is limited to 1024"),
     ("--device foo", "--device foo: must be cpu, cuda"),
     ("--device cuda:99", "--device cuda:99: torch .* sees . CUDA devices"),
-    ("--attention xformers", "xformers"),
-    ("--attention flash", "flash"),
     ("--pp 2", "--pp 2: needs 2 processes, not 1: torchrun --nproc-per-node 2 "),
 ]
 
