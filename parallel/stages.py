@@ -183,6 +183,7 @@ class ParallelRunner(Runner):
         self.model = local_runner.model
         self.cache = local_runner.cache
         self.attention = local_runner.attention
+        self.fast = local_runner.fast
         stage.alive.add(self)
 
     def send(self, chunks: list[SentChunk]) -> int:

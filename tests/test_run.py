@@ -181,7 +181,8 @@ def test_an_interrupted_run_is_what_was_seen_of_it():
         last = run.iterations[-1].end if run.iterations else 0.0
         for c in full.completions:
             same = [other for other in run.completions if other.id == c.id]
-            assert same == [c] or c.token_times[-1] > last
+            is_equal = [repr(other) for other in same] == [repr(c)]
+            assert is_equal or c.token_times[-1] >= last  # the events of a step may be lost
             assert all(o.token_times == c.token_times[: len(o.output)] for o in same)
         num_completed.add(len(run.completions))
     assert num_completed >= set(range(1, 7)) and max(num_completed) == len(ARRIVALS)

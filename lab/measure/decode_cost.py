@@ -27,7 +27,7 @@ from model import FlatBatch
 from request import Chunk
 from runtime.runner import Runner
 
-PAIRS = 28
+PAIRS = 36
 FEWEST_PAIRS = 8  # however long they take
 PROMPT_EVERY = 7  # pairs; an odd number, so that a pair after a prompt begins with either batch
 
