@@ -19,6 +19,7 @@ NOT_RUN = {  # what a command holds -> why no test runs it
     "npm install ": ".ci/run does",
     "pytest ": ".ci/run does",
     "git clone ": "needs a network and a GPU",
+    ".ci/gpu.sh": "needs a GPU",
     "--nnodes ": "needs several machines",
     "--nproc-per-node 8 ": "needs eight processors",
     "-m examples.compare ": "needs other engines",
