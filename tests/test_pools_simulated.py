@@ -146,7 +146,8 @@ def test_serve_prints_two_pools_beside_as_many_replicas(
     link, said, least_s, most_s, capsys, tmp_path
 ):
     file = tmp_path / "serve.json"
-    bench.main(f"serve {SERVE} {link} --policies sarathi-serve --pools 1:2 --json {file}".split())
+    words = f"serve {SERVE} {link} --policies sarathi-serve --pools 1:2"
+    bench.main([*words.split(), f"--json={file}"])
     text = capsys.readouterr().out
     assert "3 replicas" in text and "1 of 3 instances prefill, 2 decode" in text
     assert f"keys and values over {said}\n" in text
@@ -155,7 +156,7 @@ def test_serve_prints_two_pools_beside_as_many_replicas(
     names = [row[0] for row in latencies[1:]]
     assert names == ["sarathi-serve", "pools 1:2", "pools 1:2 chunks"]
     assert [row[0] for row in links[1:]] == names[1:]
-    runs = json.loads(file.read_text())["runs"]
+    runs = json.loads(file.read_text("utf-8"))["runs"]
     assert "link" not in runs["sarathi-serve"]
     assert least_s < runs["pools 1:2"]["link"]["exposed_s"]["p50"] < most_s
     assert all(run["finished"] == 12 for run in runs.values())
