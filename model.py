@@ -15,7 +15,6 @@ Read first: kv_cache.py and attention/. Read next: sampling.py."""
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -80,6 +79,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.compiled = False  # see fast.compile_layers
+        self.rope: Tensor | None = None  # a rope_table as long as a cache needs it
         with torch.device("meta"):  # memory comes below
             self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
             if config.family == "gpt2":
@@ -112,6 +112,10 @@ class GPT(nn.Module):
         if self.config.tie_embeddings:
             self.head.weight = self.token_embedding.weight
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.rope = None  # in to(...): it is made anew, and never rounded to 16 bits
+        return super()._apply(fn, recurse)
+
     @torch.inference_mode()
     def forward(self, batch: FlatBatch, cache: KVCache) -> Tensor:
         """Compute a batch, write its keys and values into `cache`, return logits.
@@ -130,8 +134,9 @@ class GPT(nn.Module):
         config = self.config
         inputs = []
         if config.family == "llama":
-            table = rope_table(config, cache.max_len, self.device, self.dtype)
-            inputs = [table[batch.positions]]
+            if self.rope is None or len(self.rope) < cache.max_len:
+                self.rope = rope_table(config, cache.max_len, self.device, self.dtype)
+            inputs = [self.rope[batch.positions]]
         for layer, block in enumerate(self.blocks):
             qkv = by_rows(block.project, x, *inputs)
             q, kv = qkv.split([config.n_head, 2 * config.n_kv_head], dim=1)
@@ -225,7 +230,6 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     x.copy_(torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin))
 
 
-@cache
 def rope_table(
     config: GPTConfig, positions: int, device: torch.device | str, dtype: torch.dtype
 ) -> Tensor:

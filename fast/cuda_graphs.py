@@ -63,6 +63,7 @@ class DecodeGraph(NamedTuple):
     batch: FlatBatch  # whose tensors it reads
     plan: FlashPlan  # the batch's
     recording: Recording  # its output is what the layers compute, (size, n_embd)
+    rope: Tensor | None  # which it reads, also after the model has made a longer one
 
 
 class DecodeGraphs:
@@ -117,7 +118,7 @@ class DecodeGraphs:
             return self.model.compute_layers(self.model.embed(batch), batch, self.cache)
 
         recording = record(compute, self.stream, self.pool)
-        return DecodeGraph(batch, batch.attend, recording)
+        return DecodeGraph(batch, batch.attend, recording, self.model.rope)
 
     def copy_into(self, graph: DecodeGraph, batch: FlatBatch, plan: FlashPlan) -> None:
         """Let the graph's first rows be those of a batch, and the others padding."""

@@ -103,11 +103,11 @@ def launches_of_a_layer(family, n_kv_head):
     config = GPTConfig(
         family, n_layer=1, n_head=40, n_kv_head=n_kv_head, n_embd=5120, n_inner=13824
     )
-    device = {"device": "cuda", "dtype": torch.bfloat16}
-    with FakeDevice(), torch.inference_mode():
-        block = Block(config, **device)
-        x = torch.empty(6, config.n_embd, **device)
-        y = torch.empty(6, config.n_head, config.head_dim, **device)
-        rope = torch.empty(6, 2, 1, config.head_dim, device="cuda")
+    torch.set_default_dtype(torch.bfloat16)  # of a process of its own
+    with FakeDevice(), torch.inference_mode(), torch.device("cuda"):
+        block = Block(config)
+        x = torch.empty(6, config.n_embd)
+        y = torch.empty(6, config.n_head, config.head_dim)
+        rope = torch.empty(6, 2, 1, config.head_dim, dtype=torch.float32)
         before = (x, rope) if family == "llama" else (x,)
         return [launches_of(block.project, *before), launches_of(block.finish, x, y)]
