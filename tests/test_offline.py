@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bench
-from lab.commands import offline
+from lab.commands import offline, offline_report
 from lab.measure import decode_cost, metrics, offline_load, timing
 from lab.measure.decode_cost import measure_decode_cost
 from lab.measure.decode_maximal import table_2_batches
@@ -20,6 +20,8 @@ from lab.measure.offline_load import OfflineLoad, policy_runs
 from lab.measure.run_loop import Run
 from policies.observers import ChunkRecord, Iteration
 from request import Request
+from tests.helpers import machine_info, tiny_model
+from tests.test_simulate import printed_tables
 
 CHUNK, DECODES, HYBRID, PROMPT = 100.0, 30.0, 110.0, 200.0  # ms of batches by their size
 
@@ -114,6 +116,17 @@ def test_what_is_lost_in_the_noise_is_no_speedup(monkeypatch):
     assert cost_of(PretendedRunner()).speedup is None
 
 
+@pytest.mark.parametrize("beside_ms, cell", [((5, 1), "5.00"), ((-1, 0.1), "-"), ((5, 3), "-")])
+def test_the_cost_of_a_decode_is_no_number_where_it_is_noise(beside_ms, cell, capsys):
+    cost = replace(cost_of(PretendedRunner()), beside_ms=timing.Estimate(*beside_ms))
+    names = ("prefill-only", "decode-only", "decode-maximal")
+    parts = dict.fromkeys(names, decode_cost.Parts(products_ms=1.0, attention_ms=1.0))
+    costs = offline_report.Costs(cpu=cost, wall=None, parts=parts)
+    offline_report.print_costs(costs, tiny_model(), machine_info(), context=20)
+    table_2, _ = printed_tables(capsys.readouterr().out)
+    assert table_2[-1][0] == "decode-maximal" and table_2[-1][-1] == cell
+
+
 def test_fewer_pairs_are_timed_where_they_take_longer(monkeypatch):
     runner = PretendedRunner()
     monkeypatch.setattr(decode_cost.time, "perf_counter", runner.clock)
@@ -137,7 +150,7 @@ def costs_of(wall_per_clock=1.0, token_ms=0.2):
         hybrid_ms=timing.Estimate(256 * token_ms, 0.0),
         wall_per_clock=wall_per_clock,
     )
-    return offline.Costs(cpu=cost, wall=None, parts={})
+    return offline_report.Costs(cpu=cost, wall=None, parts={})
 
 
 @pytest.mark.parametrize(
@@ -186,9 +199,9 @@ def run_of(iterations, seconds, drift=0.1):
 
 def test_requests_whose_output_depends_on_the_policy_are_counted():
     rows = {name: SimpleNamespace(run=run_of([], 1.0)) for name in ("vllm", "sarathi")}
-    assert offline.count_equal_texts(rows) == 2
+    assert offline_report.count_equal_texts(rows) == 2
     rows["sarathi"].run.completions[1].tokens[-1] += 1
-    assert offline.count_equal_texts(rows) == 1
+    assert offline_report.count_equal_texts(rows) == 1
 
 
 def admission(start, *requests, tokens=5):

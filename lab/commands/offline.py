@@ -6,11 +6,8 @@ programs use the machine, all is measured in CPU time on one thread. Read first:
 lab/measure/decode_cost.py and offline_load.py. Read next: serve.py, where requests arrive while
 others run: Sarathi-Serve's half."""
 
-import math
-import textwrap
 import time
 from argparse import Namespace
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,23 +31,29 @@ from cli.options import (
     json_option,
     number,
     option,
-    plain,
     plot_option,
     policies_option,
     whole,
     write_text,
 )
-from cli.tables import format_table
 from config import EngineConfig
 from lab.commands.frame import reporting
+from lab.commands.offline_report import (
+    Costs,
+    conclude,
+    count_equal_texts,
+    limits_line,
+    print_costs,
+    print_end_to_end,
+    row_json,
+)
 from lab.measure import timing
-from lab.measure.decode_cost import DecodeCost, Parts, measure_decode_cost, measure_parts
+from lab.measure.decode_cost import measure_decode_cost, measure_parts
 from lab.measure.decode_maximal import table_2_batches
-from lab.measure.machine_info import RealMachineInfo, measure_machine
-from lab.measure.offline_load import OfflineLoad, PolicyRun, policy_runs, run_policies
+from lab.measure.machine_info import measure_machine
+from lab.measure.offline_load import OfflineLoad, policy_runs, run_policies
 from lab.measure.run_loop import Run
 from lab.measure.run_plan import run_plan
-from lab.measure.timing import Estimate, linear_layers
 from model import GPT, GPTConfig
 from page.html import page
 from page.records import Recorder
@@ -64,12 +67,6 @@ SERVE_S = 40  # of all policies together
 LATE = 1.5  # times as long as was estimated, but LEAST_S: what is not done then is left out
 LEAST_S = 15
 MOST_ROUNDS = 5  # with a full batch
-SMALL_CHUNK = 64
-LAUNCH_NOTE = (
-    "launch: the CPU's time until all kernels are launched; device: the GPU's without waiting for "
-    "them"
-)
-GRAPH_NOTE = "decodes alone are replayed as a CUDA graph, other batches launched kernel by kernel"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,27 +140,6 @@ def with_few_layers(model: ModelOptions) -> ModelOptions:
     return replace(model, layers=CPU_LAYERS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """What a decode costs, by each clock that could tell."""
-
-    cpu: DecodeCost | None  # None on a GPU
-    wall: DecodeCost | None  # None: other programs use the machine
-    parts: Mapping[str, Parts]  # of the batches, by the clock of `table`
-
-    @property
-    def table(self) -> DecodeCost:
-        """By the clock that other programs change least."""
-        cost = self.cpu or self.wall
-        assert cost, "on a GPU wall time always counts"
-        return cost
-
-    @property
-    def served(self) -> DecodeCost:
-        """By the clock that the policies are served by."""
-        return self.wall or self.table
-
-
 def main(options: OfflineOptions) -> None:
     """The command. What is done when it is interrupted is printed and written."""
     began = time.perf_counter()
@@ -202,7 +178,7 @@ def main(options: OfflineOptions) -> None:
         write_text(file, text)
 
     with reporting(options, report, plot=draw, html=write_page):
-        report["decode_cost"] = print_costs(costs, model, machine, options)
+        report["decode_cost"] = print_costs(costs, model, machine, options.seq_len)
         serve_s = max(LEAST_S, LATE * seconds_to_serve(costs, options, load))
         print(f"serving {requests} requests under each policy, {serve_s:.0f} s at most")
         in_cpu_time = costs.served.cpu_time
@@ -228,8 +204,10 @@ def main(options: OfflineOptions) -> None:
             if in_cpu_time:  # which no other program makes busy
                 rows = {name: replace(row, busy=False) for name, row in rows.items()}
             report["end_to_end"] = {name: row_json(row) for name, row in rows.items()}
-            print_end_to_end(rows, load, options, in_cpu_time)
-        conclusion = conclude(costs, rows, machine, options)
+            print_end_to_end(
+                rows, load, options.policies, chunk=options.chunk, in_cpu_time=in_cpu_time
+            )
+        conclusion = conclude(costs, rows, machine)
         report |= {"conclusion": conclusion, "seconds": time.perf_counter() - began}
         print(f"{conclusion}\n")
         if len(rows) > 1:
@@ -274,230 +252,9 @@ def affordable_requests(costs: Costs, options: OfflineOptions) -> int:
     """How many requests all policies together serve in SERVE_S: MOST_ROUNDS of B with a full batch,
     or fewer; always more than B."""
     batch = options.batch
-    most = (MOST_ROUNDS + 1) * batch + 1
-    request_s = seconds_to_serve(costs, options, options.load(most)) / most
+    max_requests = (MOST_ROUNDS + 1) * batch + 1
+    seconds = seconds_to_serve(costs, options, options.load(max_requests))
+    request_s = seconds / max_requests
     requests = int(SERVE_S / request_s)
     rounds = min((requests - 1) // batch, MOST_ROUNDS + 1)
     return max(rounds, 1) * batch + 1
-
-
-def limits_line(machine: RealMachineInfo) -> str:
-    """The limits that times are compared with."""
-    tera_flops = machine.flops_per_s / 1e12
-    giga_bytes = machine.bytes_per_s / 1e9
-    if tera_flops < 0.005 or machine.ridge_tokens < 0.5:  # of llama-tiny, as it would be printed: 0
-        return "limits: none, a product of these shapes takes less time than calling it\n"
-    threads = "1 thread" if machine.threads == 1 else f"{machine.threads} threads"
-    return (
-        f"limits of {threads}: {tera_flops:,.2f} TFLOP/s in matrix products of "
-        f"these shapes, {giga_bytes:,.0f} GB/s of memory; ridge: {machine.ridge_tokens:,.0f} rows\n"
-    )
-
-
-def show_estimate(estimate: Estimate | None, unit: str = "") -> str:
-    """A value and its error, with the digits that the error leaves; "-" for what is noise."""
-    if estimate is None or estimate.value < 2 * estimate.error:
-        return "-"
-    digits = max(0, -math.floor(math.log10(estimate.error))) if estimate.error else 2
-    return f"{estimate.value:.{digits}f}{unit} ± {estimate.error:.{digits}f}"
-
-
-def clock_name(cost: DecodeCost) -> str:
-    """The clock, and how many threads computed."""
-    threads = "1 thread" if cost.threads == 1 else f"{cost.threads} threads"
-    return f"{'CPU' if cost.cpu_time else 'wall'} time, {threads}"
-
-
-def print_costs(
-    costs: Costs, model: GPT, machine: RealMachineInfo, options: OfflineOptions
-) -> dict[str, Any]:
-    """Print Table 2 of this machine, and what a decode costs. Returns what --json has of it."""
-    cost = costs.table
-    chunk = cost.prefill_tokens
-    token_ms = cost.chunk_ms.value / chunk
-    counts = {
-        "prefill-only": (chunk, 0, cost.chunk_ms, token_ms, None),
-        "decode-only": (0, cost.decodes + 1, cost.decode_only_ms, None, cost.alone_ms.value),
-        "decode-maximal": (chunk, cost.decodes, cost.hybrid_ms, token_ms, cost.beside_ms.value),
-    }
-    rows = {}
-    for name, (prefill_tokens, decodes, total_ms, prefill_ms, decode_ms) in counts.items():
-        parts = costs.parts[name]
-        rows[name] = [
-            ("prefill + decodes", f"{prefill_tokens} + {decodes}", ""),
-            ("products", parts.products_ms, ".1f"),
-            ("attention", parts.attention_ms, ".1f"),
-            ("total", total_ms.value, ".1f"),
-            ("per prefill token", prefill_ms, ".3f"),
-            ("per decode", decode_ms, ".2f"),
-        ]
-        if parts.device_ms is not None:
-            rows[name] += [("launch", parts.launch_ms, ".2f"), ("device", parts.device_ms, ".2f")]
-    measured = [each for each in (costs.cpu, costs.wall) if each]
-    by_clock = {
-        clock_name(each): [
-            ("alone", show_estimate(each.alone_ms), ""),
-            (f"beside {chunk} tokens", show_estimate(each.beside_ms), ""),
-            ("decode speedup", show_estimate(each.speedup, "x"), ""),
-        ]
-        for each in measured
-    }
-    layers = linear_layers(model)
-    weight_bytes = sum(layer.in_features * layer.out_features for layer in layers)
-    weight_bytes *= model.dtype.itemsize
-    print(
-        f"1. What a decode costs (SARATHI, Table 2): chunk {options.chunk}, batch {options.batch}, "
-        f"context {options.seq_len}, ms of {clock_name(cost)}\n\n"
-        f"{format_table('batch', rows)}\n\n"
-        f"{format_table('ms of a decode', by_clock)}\n\n"
-        f"{model.config.n_layer} layers, {weight_bytes / 1e6:,.0f} MB of weights; beside a chunk: "
-        "hybrid batch - the same chunk alone, the median of pairs"
-    )
-    if cost.cpu_time and not costs.wall:
-        print("left out: wall time, as other programs use this machine")
-    if not cost.cpu_time:
-        print(LAUNCH_NOTE)
-    if machine.cuda_graphs:
-        print(GRAPH_NOTE)
-    print()
-    return {
-        "layers": model.config.n_layer,
-        "weight_bytes": weight_bytes,
-        "cpu_time": costs.cpu,
-        "wall_time": costs.wall,
-        "parts": costs.parts,
-    }
-
-
-def row_json(row: PolicyRun) -> dict[str, Any]:
-    """The row of a policy as --json has it: its tokens per second are those of a full batch."""
-    return plain(row.summary) | {
-        "tokens_per_s": row.tokens_per_s,
-        "round_rates": row.round_rates,
-        "gain": row.gain,
-        "gain_range": row.gain_range,
-        "busy": row.busy,
-    }
-
-
-def show_gain(row: PolicyRun) -> str:
-    """A gain with the range of its rounds; "-" where there were not two."""
-    if row.gain is None or row.gain_range is None:
-        return "-"
-    low, high = row.gain_range
-    return f"{row.gain:.2f}x ({low:.2f} to {high:.2f})" if low < high else f"{row.gain:.2f}x"
-
-
-def print_end_to_end(
-    rows: Mapping[str, PolicyRun], load: OfflineLoad, options: OfflineOptions, in_cpu_time: bool
-) -> None:
-    """Print the table of the policies, and what was left out."""
-    batch = load.batch
-    ratio = load.prompt_len / load.output_len
-    cells = {}
-    for name, row in rows.items():
-        summary = row.summary
-        known = not row.busy
-        cells[name] = [
-            ("tokens/s", row.tokens_per_s if known else None, ",.0f"),
-            ("gain (its rounds)", show_gain(row) if known else None, ""),
-            ("P50 TTFT s", summary.p50_ttft_s if known else None, ".2f"),
-            ("P99 TBT s", summary.p99_tbt_s if known else None, ".3f"),
-            ("longest stall s", summary.longest_stall_s if known else None, ".3f"),
-            ("iterations", summary.iterations, ""),
-            ("tokens/iteration", summary.tokens_per_iteration, ".0f"),
-        ]
-    clock = ", in CPU time on one thread" if in_cpu_time else ""
-    lengths = f"{load.prompt_len} + {load.output_len} tokens (P:D {ratio:.0f}"
-    print(
-        f"\n2. End to end: {load.requests} requests of {lengths}; the first {batch} want "
-        f"1/{batch}, 2/{batch}, ...\n"
-        f"   of the output), batch {batch}, chunk {options.chunk}, all there at time 0{clock}\n\n"
-        f"{format_table('policy', cells)}\n\n"
-        "tokens/s (prompt and output) and gain over request-level are those of a full batch: "
-        f"rounds of\n{batch} requests after the first; a stall is a gap between two tokens with "
-        "others' prefill in it"
-    )
-    missing = [name for name in options.policies if name not in rows]
-    busy = [name for name, row in rows.items() if row.busy]
-    if busy:
-        print(f"left out: times of {', '.join(busy)}, as other programs used this machine")
-    if missing:
-        print(f"left out: {', '.join(missing)}, not done in the time that was announced")
-    print()
-
-
-def count_equal_texts(rows: Mapping[str, PolicyRun]) -> int:
-    """For how many requests all policies generated the same tokens: chunks change no result."""
-    outputs = [[c.output for c in row.run.completions] for row in rows.values()]
-    return sum(tokens.count(tokens[0]) == len(tokens) for tokens in zip(*outputs, strict=True))
-
-
-def conclude(
-    costs: Costs,
-    rows: Mapping[str, PolicyRun],
-    machine: RealMachineInfo,
-    options: OfflineOptions,
-) -> str:
-    """What a newcomer may quote: what a decode costs, how long answers stand still, and what
-    throughput gains here, and why no more."""
-    known = {name: row for name, row in rows.items() if not row.busy}
-    sentences = [decode_sentence(costs.table)]
-    if known:
-        sentences.append(stall_sentence(known))
-    if costs.served.speedup:
-        sentences.append(gain_sentence(costs.served, known.get("sarathi"), options.chunk))
-    sentences.append(
-        f"A batch of fewer than {machine.ridge_tokens:,.0f} rows, the ridge, reads weights for "
-        f"longer than it computes; a larger one wastes little. {more_sentence(options)}"
-    )
-    return "\n".join(["3. In short", *(fill(each) for each in sentences)])
-
-
-def fill(text: str) -> str:
-    """A paragraph of the conclusion."""
-    return textwrap.fill(text, 100, initial_indent="   ", subsequent_indent="   ")
-
-
-def decode_sentence(cost: DecodeCost) -> str:
-    """What a decode costs alone and beside the chunk."""
-    beside = f"beside a chunk of {cost.prefill_tokens} tokens"
-    alone = f"A decode costs {show_estimate(cost.alone_ms)} ms in a batch of decodes"
-    if cost.speedup is None:
-        return f"{alone}; {beside} that is lost in the noise ({clock_name(cost)})."
-    return (
-        f"{alone} and {show_estimate(cost.beside_ms)} ms {beside}, "
-        f"{show_estimate(cost.speedup, 'x')} less ({clock_name(cost)})."
-    )
-
-
-def stall_sentence(rows: Mapping[str, PolicyRun]) -> str:
-    """How long an answer stands still under each policy."""
-    stalls = [f"{row.summary.longest_stall_s:.2g} s under {name}" for name, row in rows.items()]
-    return f"While others' prompts are computed, an answer stands still for {', '.join(stalls)}."
-
-
-def gain_sentence(cost: DecodeCost, sarathi: PolicyRun | None, chunk: int) -> str:
-    """What throughput gains, from what a decode saves and what a chunk loses."""
-    saved_ms = cost.decodes * (cost.alone_ms.value - cost.beside_ms.value)
-    saved = f"{cost.decodes} decodes save {saved_ms:.1f} of {cost.hybrid_ms.value:.0f} ms"
-    token_ms = cost.chunk_ms.value / cost.prefill_tokens
-    lost = f"a token of a chunk costs {token_ms / cost.prompt_token_ms.value:.2f}x of a prompt's"
-    promise = show_estimate(cost.promised_gain, "x")
-    sentence = f"At chunk {chunk}, {saved}, and {lost}: that promises {promise} the throughput of "
-    sentence += "request-level"
-    if sarathi and sarathi.gain and sarathi.gain_range:
-        low, high = sarathi.gain_range
-        claim = "no gain"
-        if abs(sarathi.gain - 1) > high - low:  # more than its rounds differ
-            claim = "a gain" if sarathi.gain > 1 else "a loss"
-        sentence += f"; sarathi runs at {show_gain(sarathi)}, {claim}"
-    return f"{sentence}."
-
-
-def more_sentence(options: OfflineOptions) -> str:
-    """Where riding would save more."""
-    more = "on a GPU, whose ridge is above 100 rows"
-    if options.chunk > SMALL_CHUNK >= options.batch:
-        more = f"at --chunk {SMALL_CHUNK}, where decodes are a larger part of a batch, and {more}"
-    return f"Riding saves more {more}."

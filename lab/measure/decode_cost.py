@@ -102,32 +102,30 @@ def measure_decode_cost(
     def sample(name: str) -> None:
         samples[name].append(timing.time_once(functions[name], device, clock))
 
-    probe = timing.probe_of(device)
-    in_cpu_time = clock is timing.cpu_time
-    missing = 0.0 if in_cpu_time else probe.take()
-    wall_start = time.perf_counter()
-    start = clock()
-    for turn in tqdm(range(PAIRS), "what a decode costs", leave=False, disable=None):
-        if turn >= FEWEST_PAIRS and time.perf_counter() - wall_start > limit_s:
-            break
-        pair = ("prefill-only", "decode-maximal")
-        for name in pair if turn % 2 == 0 else reversed(pair):
-            sample(name)
-        functions["decode-only"]()  # the first decodes after a prefill take longer
-        sample("decode-only")
-        if turn % PROMPT_EVERY == 0:
-            sample("prompt")
-    wall_s = time.perf_counter() - wall_start
-    clock_s = clock() - start
-    if not in_cpu_time:
-        missing = max(missing, probe.take())
+    def time_pairs() -> float:
+        """Take all samples. Returns seconds of wall time for a second by the clock."""
+        wall_start = time.perf_counter()
+        start = clock()
+        for turn in tqdm(range(PAIRS), "what a decode costs", leave=False, disable=None):
+            if turn >= FEWEST_PAIRS and time.perf_counter() - wall_start > limit_s:
+                break
+            pair = ("prefill-only", "decode-maximal")
+            for name in pair if turn % 2 == 0 else reversed(pair):
+                sample(name)
+            functions["decode-only"]()  # the first decodes after a prefill take longer
+            sample("decode-only")
+            if turn % PROMPT_EVERY == 0:
+                sample("prompt")
+        return (time.perf_counter() - wall_start) / (clock() - start)
+
+    wall_per_clock, drift = timing.steadily(time_pairs, device, tries=1, clock=clock)
     prompt_len = count_tokens([batches["prompt"]])
     prefill_tokens = count_tokens([batches["prefill-only"]])
     decodes = len(batches["decode-only"])
     riding = len(batches["decode-maximal"]) - 1
     pairs = zip(samples["decode-maximal"], samples["prefill-only"], strict=True)
     return DecodeCost(
-        cpu_time=in_cpu_time,
+        cpu_time=clock is timing.cpu_time,
         threads=torch.get_num_threads(),
         pairs=len(samples["prefill-only"]),
         prefill_tokens=prefill_tokens,
@@ -138,8 +136,8 @@ def measure_decode_cost(
         prompt_token_ms=timing.estimate([ms / prompt_len for ms in samples["prompt"]]),
         alone_ms=timing.estimate([ms / decodes for ms in samples["decode-only"]]),
         beside_ms=timing.estimate([(hybrid - alone) / riding for hybrid, alone in pairs]),
-        wall_per_clock=wall_s / clock_s,
-        busy=missing > timing.BUSY,
+        wall_per_clock=wall_per_clock,
+        busy=drift > timing.BUSY,
     )
 
 

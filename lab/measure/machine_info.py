@@ -90,13 +90,9 @@ def measure_machine(
         rows_timing = timing.interleaved(products, device, clock=clock)["products"]
         return rows_timing, memory_bandwidth(device, clock)
 
-    if clock is timing.cpu_time:
-        products_timing, bandwidth = time_both()
-        drift = 0.0
-    else:
-        (products_timing, bandwidth), drift = timing.steadily(
-            time_both, device, spread_of=lambda timed: timed[0].spread
-        )
+    (products_timing, bandwidth), drift = timing.steadily(
+        time_both, device, spread_of=lambda timed: timed[0].spread, clock=clock
+    )
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     flops_per_s = 2 * rows * weights / (products_timing.ms / 1e3)
     config = model.config
