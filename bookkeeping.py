@@ -7,7 +7,8 @@
 
 A request waits without pages. `admit` gives it pages and lets it run, `grow` gives it more. If none
 is free, `preempt` takes those of the newest request, which waits again, first in the queue, and is
-computed anew. Read first: scheduler.py. Read next: kv_cache.py."""
+computed anew. By default each has one page of max_len tokens and needs no other. Read first:
+scheduler.py. Read next: kv_cache.py."""
 
 import time
 from collections import deque
@@ -59,7 +60,7 @@ class Bookkeeping:
         self.requests = peers[0].requests
         self.waiting = peers[0].waiting
 
-    # What a policy overrides.
+    # What a policy overrides; Scheduler.admit, too, for another order of the queue.
 
     def schedule(self) -> Batch:
         """The next Batch, admitting waiting requests; empty only if there is nothing to do."""
@@ -100,10 +101,11 @@ class Bookkeeping:
         return self.batch
 
     def check_progress(self) -> None:
-        """Raise RuntimeError if no batch was made for requests, and none of them runs elsewhere."""
+        """Raise RuntimeError if no batch was made though requests wait or run here, or none runs at
+        any peer."""
         has_own = bool(self.running or self.waiting)
-        others_run = any(peer.running for peer in self.peers)
-        if self.requests and (has_own or not others_run):
+        any_runs = any(peer.running for peer in self.peers)
+        if self.requests and (has_own or not any_runs):
             raise RuntimeError(f"schedule() returned no chunk for requests {list(self.requests)}")
 
     def advance(
@@ -117,7 +119,7 @@ class Bookkeeping:
             request, start, length = chunk
             if request.finish_reason:
                 continue  # it was aborted while the batch was computed
-            if request.pages:  # if not, it was preempted meanwhile
+            if request.pages:  # if not, it was preempted meanwhile, see policies/today.py
                 request.num_computed = start + length
                 self.pages.keep(request, start)
             if token is None:
@@ -193,7 +195,7 @@ class Bookkeeping:
     def preempt(self, request: Request) -> None:
         """Take a running request's pages. It waits at the front, and is computed again.
 
-        Its chunk, if a batch has it already, would stay there."""
+        For a request that has no chunk in the batch yet: the chunk would stay there."""
         request.preemptions += 1
         request.recomputed_tokens += request.num_computed
         request.num_computed = 0

@@ -93,7 +93,7 @@ class EngineConfig:
     pages: int | None = None  # None: enough for max_batch requests of max_len tokens
     prefix_caching: bool = False  # share the pages of prompts that begin alike
     max_waiting: int | None = None  # the most requests that may wait; None: no limit
-    attention: str = "auto"  # the backend, see attention.make_attention
+    attention: str = "auto"  # the backend, see fast.make_attention
     policy_options: Mapping[str, Any] = field(default_factory=dict)  # as {"tbt_slo": 0.1}
 
     def __post_init__(self) -> None:

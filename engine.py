@@ -41,7 +41,7 @@ def no_interrupt() -> Iterator[None]:
     """Hold a Ctrl-C back until the block has ended, so that nothing is left half done.
 
     A second one is raised at once, as a policy may loop for ever. Only the main thread gets any.
-    What is given up for so little:
+    What is given up:
 
     - A Ctrl-C in `generate` or `stream` drops their requests, as any exception does.
     - In a loop of `step()` it may cost the events of one iteration. The requests go on.

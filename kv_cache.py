@@ -95,7 +95,7 @@ class Pages:
         self.page_size = page_size
         self.num_free = total  # pages in no block table
         self.ref_counts = [0] * total  # of each page: in how many block tables it is
-        self._taken = bytearray(total)  # 1 for each page that is not free, else 0
+        self._taken = bytearray(total)  # 1 for each page that cannot be chosen, else 0
 
     def emptied(self) -> Self:
         """As many pages of this kind and size, all free."""

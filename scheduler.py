@@ -23,9 +23,11 @@ class Scheduler(Bookkeeping):
     self.max_batch               B, the number of requests that may run at once
     self.max_len                 the length of the longest request, prompt and output"""
 
-    cuts_prompts = False  # into chunks of at most `chunk` tokens: for tables and pages
-    drops_decodes = False  # for the referee: a batch may leave out decodes it has no room for
-    shares_in_batch = False  # for the referee: a batch may read pages that it computes itself
+    cuts_prompts = False  # into chunks of at most `chunk` tokens: for reports
+    # for policies/referee.py: a batch may leave out decodes it has no room for,
+    drops_decodes = False
+    # or read pages that it computes itself
+    shares_in_batch = False
 
     def grow_decodes(self) -> list[Request]:
         """The running requests that decode, each with a page for its next token.
@@ -44,7 +46,8 @@ class Scheduler(Bookkeeping):
     def admit(self) -> Request | None:
         """Give the first waiting request its pages and let it run.
 
-        Returns None if no request waits, or if there is no room for the first one."""
+        Returns None if no request waits, or if there is no room for the first one. A policy with
+        another order of the queue moves its choice to the front first, see policies/template.py."""
         if not self.waiting:
             return None
         request = self.waiting[0]

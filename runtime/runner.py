@@ -111,5 +111,6 @@ def tokens_of(batch: Sequence[Chunk], sampled: Sequence[Sampled]) -> list[int | 
         tokens.append(token)
         request = chunk.request
         if logprob is not None and request.params.logprobs:
+            # a step that is repeated writes it again
             request.logprobs[chunk.end - request.prompt_len :] = [logprob]
     return tokens
