@@ -40,10 +40,9 @@ COMMANDS = {  # name -> (its module, what it does)
         "lab.commands.explore",
         "a page to play with: what policies do with a load, and why",
     ),
-    "paper": ("lab.commands.paper", "the papers' claims about one device, measured on this one"),
-    "simulate": (
-        "lab.commands.simulate",
-        "the papers' experiments on many GPUs, from a cost model",
+    "paper": (
+        "lab.commands.paper",
+        "the papers' claims, from a cost model of their machines, and measured on this one",
     ),
     "today": (
         "lab.commands.today",

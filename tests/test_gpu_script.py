@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from lab.claims.claims import CLAIMS
 
 import bench
 from kv_cache import kv_bytes_per_token
-from lab.claims.claims import CLAIMS
 from lab.measure.token_budget import BASE_BATCH, base_context
 from model import GPT, GPTConfig
 

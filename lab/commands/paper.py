@@ -1,21 +1,21 @@
-"""The papers' figures and tables that one device can show, on this one.
+"""The papers' claims: paper | cost model | here.
 
-    python bench.py paper                      all of them; --list names them, and their times
-    python bench.py paper --only S-F9,'SS-*'   some claims, by their ids
+    python bench.py paper                       all claims, computed, and measured where it is quick
+    python bench.py paper S-F3,SS-F9            some of them
+    python bench.py paper --on papers           computed only, on the papers' machines
+    python bench.py paper SS-F10 --on here      measured only
 
-What is done is kept in results/<machine>, see `folder_of`: paper.json, from which paper.md is made,
-and pictures. A run that was interrupted goes on where it was. Read first: lab/claims/claims.py
-and report.py."""
+Read first: lab/claims/claim.py and labs.py."""
 
-import fnmatch
-import re
-from argparse import ArgumentTypeError, Namespace
-from collections.abc import Sequence
+import gc
+import subprocess
+import time
+from argparse import Namespace
 from dataclasses import dataclass, replace
+from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from cli.loading import (
@@ -26,167 +26,139 @@ from cli.loading import (
     model_options,
     resolve_model,
 )
-from cli.options import OptionParser, PerDevice, from_args, nonempty_text, option, whole, wrote
-from lab.claims import report
-from lab.claims.claim import Claim
-from lab.claims.claims import CLAIMS
-from lab.claims.labs import RealLab, Size
-from lab.claims.provenance import age
-from lab.measure import timing
-from lab.measure.machine_info import RealMachineInfo, measure_machine
+from cli.options import OptionParser, from_args, json_option, option, plot_option, write_json, wrote
+from lab.claims import batches, latency, pipelines, throughput  # noqa: F401  they enter CLAIMS
+from lab.claims.claim import CLAIMS, Claim, Found, agreement
+from lab.claims.labs import PaperLab, RealLab
+from lab.measure.machine_info import measure_machine
 
-VENDORS = r"\((r|tm)\)|\b(amd|intel|nvidia|cpu|processor|\d+-core)\b|@.*"
-BAR_FORMAT = "{desc} |{bar}| {elapsed}, {remaining} left"
-
-
-def some_claims(text: str) -> list[Claim]:
-    """The type of --only: claims by ids, their own or of those they cover, or by patterns: SS-*."""
-    claims: dict[str, Claim] = {}
-    for name in text.split(","):
-        name = name.strip()
-        matching = [claim for claim in CLAIMS if fnmatch.filter(claim.ids, name)]
-        if not matching:
-            raise ArgumentTypeError(f"{name}: no such claim; --list names them")
-        claims |= {claim.id: claim for claim in matching}
-    return list(claims.values())
+PICTURES = ("S-F3", "S-F9", "S-F12", "S-F13", "SS-F1", "SS-F7", "SS-F8", "SS-F10")
+Machines = dict[str, Found]  # by the name of the machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperOptions:
     """The options of `bench.py paper`."""
 
-    claims: list[Claim] = option(
-        "such as S-F9,SS-F12",
-        name="--only",
-        type=some_claims,
-        default=CLAIMS,
-        default_text="all",
+    ids: str
+    on: str | None = option(
+        "papers: computed, on the papers' machines; here: measured, on this one",
+        choices=("papers", "here"),
+        default_text="both, but for what takes long here",
     )
-    quick: bool = option("on a CPU: fewer sizes, shorter runs, no capacities", action="store_true")
-    list_only: bool = option(
-        "say what there is and what is done already, and measure nothing",
-        name="--list",
-        action="store_true",
-    )
-    fresh: bool = option("measure again what is done already", action="store_true")
-    out: str | None = option(
-        "where results are kept",
-        type=nonempty_text,
-        default_text="results/<machine>, with its dtype if that is not bfloat16",
-        metavar="DIRECTORY",
-    )
-    max_len: int = option(
-        "the longest request on the device",
-        type=whole(minimum=64),
-        default=PerDevice(cpu=4096, gpu=8192),
-    )
+    json: str | None = json_option()
+    plot: str | None = plot_option(f"draw {', '.join(PICTURES)}: p.png makes p-S-F3.png and others")
     model: ModelOptions
 
 
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command."""
-    parser.add_fields(PaperOptions)
+    parser.add_argument("ids", nargs="?", default=",".join(CLAIMS), help="claims (default: all)")
+    parser.add_fields(PaperOptions, leave_out=["ids"])
     add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 
 def resolve(parser: OptionParser, args: Namespace) -> PaperOptions:
-    """The options, with those filled in that were left open.
-
-    Raises ValueError for several ranks: a claim is about one device."""
-    if args.tp * args.pp > 1:
-        raise ValueError("--tp, --pp: claims are of one device")
-    return from_args(PaperOptions, args, model=resolve_model(model_options(args)))
+    """The options. Exits with a message for an unknown claim."""
+    unknown = [name for name in args.ids.split(",") if name not in CLAIMS]
+    if unknown:
+        parser.error(f"{unknown[0]}: no such claim, there are {', '.join(CLAIMS)}")
+    return from_args(PaperOptions, args, ids=args.ids, model=resolve_model(model_options(args)))
 
 
 def main(options: PaperOptions) -> None:
-    """The command. Each claim that is done is printed and kept."""
-    device = find_device(options.model.device)
-    threads = torch.get_num_threads() if device.type == "cpu" else 0
-    folder = folder_of(timing.device_name(device), threads, options.model.dtype)
-    directory = Path(options.out) if options.out else report.RESULTS / folder
-    results = report.read_results(directory)
-    if options.list_only:
-        print_list(options, results)
+    """Compute and measure the claims, print each, and how many numbers come out."""
+    claims = [CLAIMS[name] for name in options.ids.split(",")]
+    computed = compute(claims) if options.on != "here" else {}
+    lab = None if options.on == "papers" else real_lab(options.model)
+    report: dict[str, dict[str, Any]] = {}
+    for claim in claims:
+        columns: dict[str, Machines] = {}
+        notes: list[str] = []
+        if claim.id in computed:
+            columns["cost model"] = computed[claim.id]
+        if lab:
+            note = reason_not_here(claim, lab, options.on)
+            notes = [f"here: {note}"] if note else []
+            columns["here"] = {} if note else {lab.name: measure(claim, lab)}
+        print(claim.markdown(columns, notes), end="\n\n", flush=True)
+        draw(claim, columns, options.plot)
+        report[claim.id] = {"sentence": claim.sentence, "notes": notes}
+        for column, machines in columns.items():
+            found = {name: each.to_json() for name, each in machines.items()}
+            report[claim.id][column] = found
+    if computed:
+        print(agreement(found for machines in computed.values() for found in machines.values()))
+    machine = lab.info.to_json() if lab else None
+    write_json(options, provenance() | {"machine": machine, "claims": report})
+    wrote(options.json)
+
+
+def compute(claims: list[Claim]) -> dict[str, Machines]:
+    """What the cost model has of each claim, on the machines of its paper."""
+    tasks = [(claim.id, place) for claim in claims for place in range(len(claim.systems))]
+    computed: dict[str, Machines] = {claim.id: {} for claim in claims}
+    with Pool(initializer=gc.disable) as pool:  # simulations make no cycles
+        results = pool.imap(compute_one, tasks, chunksize=1)
+        bar = tqdm(results, "computed", len(tasks), leave=False, disable=None)
+        for (claim_id, place), found in zip(tasks, bar, strict=True):
+            computed[claim_id][CLAIMS[claim_id].systems[place].name] = found
+    return computed
+
+
+def compute_one(task: tuple[str, int]) -> Found:
+    """What a claim finds on one of its systems."""
+    claim_id, place = task
+    claim = CLAIMS[claim_id]
+    return claim.function(PaperLab(claim.systems[place]))
+
+
+def real_lab(options: ModelOptions) -> RealLab:
+    """The lab of this machine and model."""
+    device = find_device(options.device)
+    longest = 8192 if device.type == "cuda" else 4096
+    model = load_model(options, longest, positions_from="")
+    info = measure_machine(model, options.name, 256, options.attention)
+    info = replace(info, model=Path(info.model).name)  # say nothing of where files lie
+    return RealLab(model, info, options.attention, options.seed)
+
+
+def reason_not_here(claim: Claim, lab: RealLab, on: str | None) -> str:
+    """Why a claim is not measured here, in words; "" if it is."""
+    if claim.here == "no":
+        return "one device cannot show it"
+    if claim.here == "slow" and on != "here":
+        return "takes long, see --on here"
+    return claim.missing_ridge(lab.ridge)
+
+
+def measure(claim: Claim, lab: RealLab) -> Found:
+    """What a claim finds on this machine."""
+    lab.busy = False
+    found = claim.function(lab)
+    found.busy = lab.busy
+    return found
+
+
+def draw(claim: Claim, columns: dict[str, Machines], plot: str | None) -> None:
+    """Draw what was found on the last machine, to plot-ID.png, if the claim has a picture."""
+    found = [each for machines in columns.values() for each in machines.values()]
+    if not plot or claim.id not in PICTURES or not found:
         return
+    file = str(Path(plot).with_stem(f"{Path(plot).stem}-{claim.id}"))
+    if found[-1].picture:
+        found[-1].picture(file)
+    else:
+        from lab.pictures.bars import plot_bars  # matplotlib takes a second
 
-    model = load_model(options.model, options.max_len, positions_from="--max-len")
-    machine = measure_machine(model, options.model.name, 256, options.model.attention)
-    machine = replace(machine, model=Path(machine.model).name)  # say nothing of where files lie
-    lab = RealLab(model, machine, options.model, size_of(device, options.quick))
-    conditions = conditions_of(machine, options.model, lab.size)
-    todo = claims_to_measure(options, results, conditions)
-    directory.mkdir(parents=True, exist_ok=True)
-    report.save_results(results, machine, directory)  # errors of writing come before a long run
-    print(f"{machine.heading()}\n{len(todo)} of {len(options.claims)} claims left to do\n")
-
-    total_s = sum(claim.seconds_of(options.quick) for claim in todo)
-    with tqdm(total=total_s, leave=False, disable=None, bar_format=BAR_FORMAT, smoothing=0) as bar:
-        for claim in todo:
-            seconds = claim.seconds_of(options.quick)
-            bar.set_description(f"{claim.id}, about {seconds} s")
-            picture = str(directory / report.picture_of(claim))
-            record = report.measure_claim(claim, lab.for_claim(picture), conditions)
-            results[claim.id] = record
-            report.save_results(results, machine, directory)
-            bar.write(f"{record.markdown(claim)}\n")
-            bar.update(seconds)
-    wrote(str(directory / "paper.json"), str(directory / "paper.md"))
+        heads = dict.fromkeys(head for row in found[-1].rows.values() for head in row)
+        panels = {head: found[-1].column(head) for head in heads}
+        plot_bars(panels, f"{claim.id}: {claim.sentence}", file)
+    wrote(file)
 
 
-def conditions_of(machine: RealMachineInfo, model: ModelOptions, size: Size) -> dict[str, Any]:
-    """The conditions that numbers depend on. If one differs, a claim is measured again."""
-    return {
-        "device": machine.device,
-        "threads": machine.threads,
-        "torch": machine.torch,
-        "model": machine.model,
-        "dtype": machine.dtype,
-        "attention": machine.attention,
-        "seed": model.seed,
-        "compile": model.compile,
-        "quick": size == "quick",  # on a GPU nothing is
-    }
-
-
-def size_of(device: torch.device, quick: bool) -> Size:
-    """Which sizes the claims are measured at."""
-    if device.type == "cuda":
-        return "gpu"
-    return "quick" if quick else "cpu"
-
-
-def folder_of(device: str, threads: int, dtype: str | None = None) -> str:
-    """The folder of a machine: "epyc-2-threads"; of a GPU, without threads, "h100-80gb-hbm3".
-
-    Those of a CPU that are not of bfloat16 lie apart, in "epyc-2-threads-float32": of CPUs with one
-    name some multiply bfloat16, and some do not."""
-    device_words = re.findall(r"[a-z0-9]+", re.sub(VENDORS, " ", device.lower()))
-    parts = ["-".join(device_words) or "cpu"]
-    if threads:
-        parts.append(f"{threads}-thread" if threads == 1 else f"{threads}-threads")
-        if dtype not in (None, "bfloat16"):
-            parts.append(dtype)
-    return "-".join(parts)
-
-
-def print_list(options: PaperOptions, results: report.Results) -> None:
-    """Say what the claims are, how long each takes, and which are done."""
-    for claim in options.claims:
-        notes = [f"{claim.seconds_of(options.quick)} s"]
-        record = results.get(claim.id)
-        if record and record.is_done:
-            notes += ["done", age(record.provenance)]
-        print(f"{claim.name} ({', '.join(filter(None, notes))})\n    {claim.sentence}")
-
-
-def claims_to_measure(
-    options: PaperOptions, results: report.Results, conditions: dict[str, Any]
-) -> Sequence[Claim]:
-    """The claims that are not done under these conditions. A full run is good for a quick one."""
-    good_conditions = (conditions, conditions | {"quick": False})
-    measured = {
-        claim_id
-        for claim_id, record in results.items()
-        if record.is_done and record.options in good_conditions
-    }
-    return [claim for claim in options.claims if options.fresh or claim.id not in measured]
+def provenance() -> dict[str, Any]:
+    """The commit of this repository, and the date."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    git = subprocess.run(command, capture_output=True, text=True)
+    return {"commit": git.stdout.strip(), "date": time.strftime("%Y-%m-%d")}

@@ -6,14 +6,13 @@
 
 All is simulated. Read first: policies/today.py. Read next: lab/claims/today.py, the pages."""
 
-from argparse import Namespace
-from contextlib import closing
+from argparse import ArgumentTypeError, Namespace
 from dataclasses import dataclass
+from multiprocessing import Pool
 from pathlib import Path
 
 from cli.options import OptionParser, from_args, nonempty_text, option, write_text, wrote
 from lab.claims.today import PAGES, Page
-from lab.commands.simulate import names_from, results_of
 from lab.pictures.bars import plot_bars
 from policies import POLICIES
 from policies.cards import CARDS
@@ -29,6 +28,15 @@ decisions. All below is simulated, and made by `bench.py today --write policies`
 """
 
 
+def page_names(text: str) -> list[str]:
+    """The type of a text of pages, with commas."""
+    names = text.split(",")
+    for name in names:
+        if name not in PAGES:
+            raise ArgumentTypeError(f"{name}: must be from {', '.join(PAGES)}")
+    return names
+
+
 @dataclass(frozen=True, kw_only=True)
 class TodayOptions:
     """The options of `bench.py today`."""
@@ -36,11 +44,10 @@ class TodayOptions:
     command: str
     only: list[str] = option(
         f"from {', '.join(PAGES)}",
-        type=names_from(PAGES),
+        type=page_names,
         default=list(PAGES),
         default_text="all",
     )
-    processes: int = option("make so many pages at once", type=int, choices=range(1, 6), default=2)
     write: str | None = option(
         "write README.md and the pictures there", type=nonempty_text, metavar="FOLDER"
     )
@@ -75,9 +82,8 @@ def main(options: TodayOptions) -> None:
 
     Each is printed, and its picture written, when it is made; README.md when all are."""
     sections: list[str] = []
-    pages = results_of(options.processes, "pages", make_page, options.only)
-    with closing(pages):
-        for page in pages:
+    with Pool() as pool:
+        for page in pool.imap(make_page, options.only):
             print(page.to_markdown(), end="\n\n")
             sections.append(page.to_markdown() + "\n")
             if options.write and page.chart is not None:
