@@ -11,7 +11,7 @@ import pytest
 import bench
 from lab.claims.claim import CLAIMS, Claim, Found, agreement, plain
 from lab.claims.labs import PaperLab
-from lab.commands import paper
+from lab.commands import paper_run
 from lab.measure.capacity import Bounded, values_above_quantile
 from lab.simulator.cost_model import CostModel, LayerSeconds
 from request import Batch
@@ -176,7 +176,7 @@ def test_the_command_computes_measures_and_writes(tmp_path):
     assert {file.name for file in tmp_path.glob("*.png")} == {"p-S-F13.png", "p-SS-F7.png"}
 
 
-def test_an_unknown_claim_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        bench.parse_args(["paper", "S-F99"])
-    assert set(paper.PICTURES) < CLAIMS.keys()
+def test_an_unknown_claim_is_refused():
+    with pytest.raises(ValueError, match="S-F99"):
+        bench.main(["paper", "S-F99"])
+    assert set(paper_run.PICTURES) < CLAIMS.keys()
