@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import bench
-from lab.claims.claim import CLAIMS, Claim, Found, agreement, plain
+from lab.claims import CLAIMS
+from lab.claims.claim import Claim, Found, agreement, plain
 from lab.claims.labs import PaperLab
 from lab.commands import paper_run
 from lab.measure.capacity import Bounded, values_above_quantile

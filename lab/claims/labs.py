@@ -57,6 +57,7 @@ from lab.simulator.machine import base_of
 from lab.simulator.simulation import Simulated, simulate
 from model import GPT, Block
 
+CHUNK = 256  # tokens, of gains
 FIRST_STEP = 3  # where simulated searches begin: about the upper bound, as runs that fail are short
 
 
@@ -69,6 +70,7 @@ class Lab(ABC):
     is_small: bool  # a CPU: requests, chunks and memory are a quarter of the papers'
     requests: int  # of a search for a capacity
     batch: int  # the most requests at once
+    page_size: int
     cached_tokens: int  # before a chunk that is timed alone, see RealLab
     busy: bool = False  # whether others used the machine
 
@@ -80,11 +82,6 @@ class Lab(ABC):
         """The longest request of a load."""
         return 1024 if self.is_small else 2048
 
-    @property
-    def chunk(self) -> int:
-        """The token budget of a policy that names none."""
-        return self.scaled(512)
-
     @abstractmethod
     def time(
         self, sequences: Mapping[str, Sequence[Batch]], layers: int | None = None
@@ -92,29 +89,24 @@ class Lab(ABC):
         """Time sequences of batches, by their names, with a model of so many layers; None: all."""
 
     @abstractmethod
-    def decode_maximal(self, *, context: int, batch: int, chunk: int) -> DecodeMaximal:
+    def decode_maximal(self, context: int, batch: int, chunk: int) -> DecodeMaximal:
         """Time `batch` decodes alone, and all but one beside a chunk, as SARATHI's Table 2."""
 
     @abstractmethod
     def gains(
-        self, policies: Sequence[str], *, length: int, batch: int, chunk: int, pd_ratio: float
+        self, policies: Sequence[str], length: int, batch: int, pd_ratio: float
     ) -> dict[str, float]:
-        """The throughput of each policy over request-level's. Requests begin and end together."""
+        """The throughput of each policy over request-level's, of requests in lockstep."""
 
     @abstractmethod
     def run(
         self,
-        policy: str,
+        config: EngineConfig,
         arrivals: Sequence[Arrival],
-        *,
-        max_len: int,
-        batch: int,
-        kv_tokens: int = 0,
         slo_s: float | None = None,
         record: bool = False,
     ) -> Run:
-        """Serve arrivals. 0 tokens of memory: all there is. A run may end when it misses `slo_s`,
-        and has its iterations with a `record`."""
+        """Serve arrivals. A run may end when it misses `slo_s`; `record`: it has iterations."""
 
     def serve(
         self,
@@ -134,7 +126,7 @@ class Lab(ABC):
         if qps is None or isinstance(self, RealLab):
             qps = share * possible_qps(self.base, pairs)
         arrivals = workload.poisson(pairs, qps, seed)
-        run = self.run(policy, arrivals, max_len=limit, batch=self.batch, record=record)
+        run = self.run(self.config(policy, limit, self.batch), arrivals, record=record)
         return judge(run, slo_seconds("strict", self.base))
 
     @abstractmethod
@@ -149,29 +141,33 @@ class Lab(ABC):
         limit = self.limit(lengths)
         pairs = workload.make_lengths(lengths, self.requests, limit, 0)
         start_qps = float(f"{start * possible_qps(self.base, pairs):.1g}")
+        config = self.config(policy, limit, batch)
 
         def judged(qps: float) -> JudgedRun:
             arrivals = workload.poisson(pairs, qps, 0)
-            run = self.run(policy, arrivals, max_len=limit, batch=batch, slo_s=slo_s)
-            return judge(run, slo_s)
+            return judge(self.run(config, arrivals, slo_s), slo_s)
 
         step = 0 if isinstance(self, RealLab) else FIRST_STEP
         search = search_capacity(judged, start_qps, ratio, first_step=step)
         self.busy = self.busy or search.busy
         return search.capacity_qps
 
-    def config(
-        self, policy: str, max_len: int, batch: int, page_size: int, tokens: int
-    ) -> EngineConfig:
-        """The EngineConfig of a policy, whose name may end in a chunk size, in so much memory."""
+    @abstractmethod
+    def kv_tokens(self, max_len: int, batch: int) -> int:
+        """How many tokens of keys and values there is room for."""
+
+    def config(self, policy: str, max_len: int, batch: int, kv_tokens: int = 0) -> EngineConfig:
+        """The EngineConfig of a policy, whose name may end in a chunk size. Without `kv_tokens` it
+        has all the memory."""
+        pages = (kv_tokens or self.kv_tokens(max_len, batch)) // self.page_size
         config = EngineConfig(
-            chunk=self.chunk,
+            chunk=self.scaled(512),
             max_batch=batch,
             max_len=max_len,
-            page_size=page_size,
-            pages=tokens // page_size,
+            page_size=self.page_size,
+            pages=pages,
         )
-        return run_plan([policy], [page_size], config)[policy]
+        return run_plan([policy], [self.page_size], config)[policy]
 
 
 class PaperLab(Lab):
@@ -180,6 +176,7 @@ class PaperLab(Lab):
     is_small = False
     requests = 512  # with 64 a gain of Mistral-7B over vllm is a fifth larger
     batch = 128
+    page_size = 64
     cached_tokens = 0
 
     def __init__(self, system: System) -> None:
@@ -239,39 +236,33 @@ class PaperLab(Lab):
             busy=False,
         )
 
-    def decode_maximal(self, *, context: int, batch: int, chunk: int) -> DecodeMaximal:
+    def decode_maximal(self, context: int, batch: int, chunk: int) -> DecodeMaximal:
         """As Lab.decode_maximal."""
         batches = table_2_batches(context, batch, chunk)
         times = {name: self.time_of(each, head=True) for name, each in batches.items()}
         return compare_decodes(times, context, batch, chunk)
 
     def gains(
-        self, policies: Sequence[str], *, length: int, batch: int, chunk: int, pd_ratio: float
+        self, policies: Sequence[str], length: int, batch: int, pd_ratio: float
     ) -> dict[str, float]:
         """As Lab.gains, of forty rounds."""
         load = OfflineLoad(
             seq_len=length, pd_ratio=pd_ratio, batch=batch, requests=40 * batch, lockstep=True
         )
         seconds = {}
-        for name, config in run_plan(policies, [length], load.config(chunk)).items():
+        for name, config in run_plan(policies, [length], load.config(CHUNK)).items():
             run = simulate(self.cost, config, load.arrivals(), record=False).run
             seconds[name] = run.seconds
         return {name: seconds["request-level"] / each for name, each in seconds.items()}
 
     def run(
         self,
-        policy: str,
+        config: EngineConfig,
         arrivals: Sequence[Arrival],
-        *,
-        max_len: int,
-        batch: int,
-        kv_tokens: int = 0,
         slo_s: float | None = None,
         record: bool = False,
     ) -> Run:
         """As Lab.run."""
-        tokens = kv_tokens or self.cost.kv_tokens()
-        config = self.config(policy, max_len, batch, 64, tokens)
         gives_up = None if slo_s is None else Hopeless(arrivals, slo_s)
         return simulate(self.cost, config, arrivals, record=record, gives_up=gives_up).run
 
@@ -299,6 +290,10 @@ class PaperLab(Lab):
             policy_options={"tile": tile} if tile else {},
         )
         return simulate(self.cost, config, arrivals, replicas=replicas, record=record)
+
+    def kv_tokens(self, max_len: int, batch: int) -> int:
+        """As Lab.kv_tokens: all that the GPUs have."""
+        return self.cost.kv_tokens()
 
     def capacity(self, server: str, lengths: str, slo: str) -> Bounded:
         """As Lab.capacity, under the SLOs of the paper's Table 3."""
@@ -330,6 +325,7 @@ class RealLab(Lab):
         self.seed = seed
         self.is_small = model.device.type == "cpu"
         self.batch = 32 if self.is_small else 128
+        self.page_size = 64 if self.is_small else 256
 
     @cached_property
     def machine(self) -> RealMachine:
@@ -337,7 +333,7 @@ class RealLab(Lab):
         return RealMachine(
             self.model,
             self.info.model,
-            chunk=self.chunk,
+            chunk=self.scaled(512),
             max_len=self.limit(""),
             attention=self.attention,
             make_prompts=partial(workload.prompts, seed=self.seed),
@@ -358,7 +354,7 @@ class RealLab(Lab):
         self.busy = self.busy or any(time.busy for time in times.values())
         return times
 
-    def decode_maximal(self, *, context: int, batch: int, chunk: int) -> DecodeMaximal:
+    def decode_maximal(self, context: int, batch: int, chunk: int) -> DecodeMaximal:
         """As Lab.decode_maximal."""
         table = measure_decode_maximal(
             self.model,
@@ -372,35 +368,33 @@ class RealLab(Lab):
         return table
 
     def gains(
-        self, policies: Sequence[str], *, length: int, batch: int, chunk: int, pd_ratio: float
+        self, policies: Sequence[str], length: int, batch: int, pd_ratio: float
     ) -> dict[str, float]:
         """As Lab.gains, of full batches."""
         requests = 4 * batch + 1
         load = OfflineLoad(
             seq_len=length, pd_ratio=pd_ratio, batch=batch, requests=requests, lockstep=True
         )
-        runs = dict(run_policies(self.model, policies, load, chunk=chunk, attention=self.attention))
+        runs = dict(run_policies(self.model, policies, load, chunk=CHUNK, attention=self.attention))
         rows = policy_runs(policies, runs, batch)
         self.busy = self.busy or any(row.busy for row in rows.values())
         return {name: row.gain or 0.0 for name, row in rows.items()}
 
     def run(
         self,
-        policy: str,
+        config: EngineConfig,
         arrivals: Sequence[Arrival],
-        *,
-        max_len: int,
-        batch: int,
-        kv_tokens: int = 0,
         slo_s: float | None = None,
         record: bool = False,
     ) -> Run:
-        """As Lab.run. All the memory is room for a third of the batch, if each has `max_len`."""
-        page_size = 64 if self.is_small else 256
-        tokens = kv_tokens or max(1, batch // 3) * max_len
-        run = self.machine.serve(self.config(policy, max_len, batch, page_size, tokens), arrivals)
+        """As Lab.run, to the end."""
+        run = self.machine.serve(config, arrivals)
         self.busy = self.busy or judge(run, self.base.seconds).busy
         return run
+
+    def kv_tokens(self, max_len: int, batch: int) -> int:
+        """As Lab.kv_tokens: for a third of the batch, if each has `max_len`."""
+        return max(1, batch // 3) * max_len
 
     def capacity(self, server: str, lengths: str, slo: str) -> Bounded:
         """As Lab.capacity, under multiples of a decode iteration."""

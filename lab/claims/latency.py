@@ -64,10 +64,9 @@ def requests_a_to_d(lab: Lab) -> Found:
     found = Found("policy", ".3g")
     runs = {}
     for policy in ("vllm", "orca", "request-level", "sarathi-serve"):
-        load = {"max_len": 2048, "batch": 8, "kv_tokens": 8192}
-        runs[policy] = lab.run(
-            f"{policy}:128" if "serve" in policy else policy, arrivals, **load, record=True
-        )
+        name = f"{policy}:128" if policy == "sarathi-serve" else policy
+        config = lab.config(name, 2048, 8, kv_tokens=8192)
+        runs[policy] = lab.run(config, arrivals, record=True)
         run = judge(runs[policy], slo_s)
         stall = run.stalls.longest
         found.add(

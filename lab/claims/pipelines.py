@@ -226,12 +226,12 @@ def misses_goodput(lab: PaperLab, policy: str, pools: Pools | None, qps: float) 
     """Whether too many requests of twenty seconds miss a target at a rate, or the queue grows."""
     lengths = make_lengths("512+64", max(FEWEST, round(20 * qps)), 2048, seed=0)
     arrivals = poisson(lengths, qps, seed=0)
+    config = lab.config(policy, 2048, 256)
     if pools:
-        config = lab.config(policy, 2048, 256, 64, lab.cost.kv_tokens())
         link = KVLink.of(lab.cost, LINKS["infiniband"])
         run: Run = simulate_pools(lab.cost, config, arrivals, pools, link, record=False).run
     else:
-        run = lab.run(policy, arrivals, max_len=2048, batch=256)
+        run = lab.run(config, arrivals)
     good = [
         request
         for request in run.completions

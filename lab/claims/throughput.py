@@ -13,6 +13,7 @@ from lab.measure import metrics
 from lab.measure.workload import Arrival
 
 GAIN_RIDGE = 99  # rows; from there on the products promise 1.3x with chunks of 256 (SARATHI §4.4)
+FOUR = ["request-level", "orca", "orca-best", "sarathi"]
 LOADS = [(1024, 18), (2048, 10), (3072, 6)]  # tokens of a request, and how many fit on an A6000
 
 
@@ -41,9 +42,8 @@ def gains_at_contexts(lab: Lab) -> Found:
         }
     found = Found("context")
     for (context, batch, pd_ratio), (paper_gain, paper_speedup) in papers.items():
-        load = {"length": context, "batch": batch, "chunk": 256, "pd_ratio": float(pd_ratio)}
-        found.add(context, lab.gains(["request-level", "orca", "orca-best", "sarathi"], **load))
-        speedup = lab.decode_maximal(context=context, batch=batch, chunk=256).speedup
+        found.add(context, lab.gains(FOUR, context, batch, pd_ratio))
+        speedup = lab.decode_maximal(context, batch, 256).speedup
         found.add(context, {"decode speedup": speedup})
         case = f"{lab.name}, {context:,}, B = {batch}"
         found.publish(f"gain, {case}", paper_gain, found.rows[str(context)]["sarathi"])
@@ -61,8 +61,7 @@ def gains_over_ratios(lab: Lab) -> Found:
     policies = ["request-level", "orca-best", "sarathi:128", "sarathi:256", "sarathi:512"]
     found = Found("tokens, P:D", ".3g")
     for ratio in (4, 7, 14, 28, 56, 112):
-        load = {"length": 1024, "batch": 18, "chunk": 256, "pd_ratio": float(ratio)}
-        found.add(f"1,024, {ratio}", lab.gains(policies, **load))
+        found.add(f"1,024, {ratio}", lab.gains(policies, 1024, 18, ratio))
     columns = {policy: found.column(policy) for policy in policies}
     peaks = {
         policy: float(max(column, key=lambda x: column[x]).split()[1])
@@ -76,8 +75,7 @@ def gains_over_ratios(lab: Lab) -> Found:
     for length, batch in LOADS[1:]:
         for factor in (0.25, 1, 4):
             ratio = factor * 256 / (batch - 1)
-            load = {"length": length, "batch": batch, "chunk": 256, "pd_ratio": ratio}
-            found.add(f"{length:,}, {ratio:.3g}", lab.gains(policies, **load))
+            found.add(f"{length:,}, {ratio:.3g}", lab.gains(policies, length, batch, ratio))
     found.expect("the peak moves with the chunk", peaks["sarathi:128"] < peaks["sarathi:512"])
     return found
 
@@ -91,8 +89,7 @@ def gains_over_orca(lab: Lab) -> Found:
     papers = {1024: 1.27, 2048: 1.25, 3072: 1.23}
     found = Found("context")
     for length, batch in LOADS:
-        load = {"length": length, "batch": batch, "chunk": 256, "pd_ratio": 256 / (batch - 1)}
-        gains = lab.gains(["request-level", "orca", "orca-best", "sarathi"], **load)
+        gains = lab.gains(FOUR, length, batch, 256 / (batch - 1))
         found.add(length, gains)
         found.publish(f"gain at {length:,}, B = {batch}", papers[length], gains["sarathi"])
     orca = found.column("orca-best")

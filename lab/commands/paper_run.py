@@ -13,8 +13,8 @@ from tqdm import tqdm
 from cli.files import options_json, write_json, wrote
 from cli.loading import load_model, resolve_model
 from cli.model import ModelOptions, split_names
-from lab.claims import batches, latency, pipelines, throughput  # noqa: F401  they enter CLAIMS
-from lab.claims.claim import CLAIMS, Claim, Found, agreement
+from lab.claims import CLAIMS
+from lab.claims.claim import Claim, Found, agreement
 from lab.claims.labs import PaperLab, RealLab
 from lab.commands.paper import PaperOptions
 from lab.measure.machine_info import measure_machine

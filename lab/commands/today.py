@@ -1,7 +1,7 @@
-"""What today's engines decide, and what their users ask: six pages of tables and pictures.
+"""What today's engines decide, and what their users ask: three pages of tables.
 
     python bench.py today                       print them all; half a minute
-    python bench.py today --write policies      make policies/README.md and its pictures again
+    python bench.py today --write policies      make policies/README.md again
 
 All is simulated. Read first: policies/today.py. Read next: lab/claims/today.py, the pages."""
 
@@ -30,28 +30,20 @@ def papers_policies() -> str:
 
 
 def main(*, write: ExistingDirectory | None = None) -> None:
-    """What today's engines decide, and what their users ask: pages of tables and pictures.
-
-    Each is printed, and its picture written, when it is made; README.md when all are.
+    """What today's engines decide, and what their users ask: pages of tables.
 
     Parameters
     ----------
     write
-        Write README.md and the pictures there.
+        Write README.md there.
     """
     from lab.claims.today import PAGES
-    from lab.pictures.bars import plot_bars
 
     sections: list[str] = []
     for make_page in PAGES.values():
         page = make_page()
         print(page.to_markdown(), end="\n\n")
         sections.append(page.to_markdown() + "\n")
-        if write and page.chart is not None:
-            file = write / f"{page.name}.png"
-            plot_bars(page.chart, page.question, file)
-            wrote(file)
-            sections.append(f"![{page.question}]({file.name})\n")
     if write:
         readme = write / "README.md"
         write_text(readme, "\n".join([INTRODUCTION, papers_policies(), *sections]))
