@@ -48,10 +48,7 @@ def test_numbers_are_those_of_the_results(claim_id):
 def test_the_results_have_every_claim_and_every_relation_holds():
     assert KEPT.keys() == CLAIMS.keys()
     found = [(name, each) for name, row in KEPT.items() for each in row["cost model"].values()]
-    assert {name for name, each in found if not each["holds"]} == DO_NOT_HOLD
-
-
-DO_NOT_HOLD: set[str] = set()
+    assert [name for name, each in found if not each["holds"]] == []
 
 
 # ---- systems that are broken on purpose
@@ -145,7 +142,7 @@ def test_a_table_has_a_row_for_each_x_and_gaps():
 
 
 def test_a_claim_is_measured_only_where_the_ridge_is_high_enough():
-    claim = Claim("S-F3", "", made_up, (), "fast", least_ridge=72)
+    claim = Claim("S-F3", "", made_up, (), "quick", least_ridge=72)
     assert claim.missing_ridge(72) == ""
     assert "72" in claim.missing_ridge(13) and "13" in claim.missing_ridge(13)
 

@@ -19,7 +19,7 @@ from lab.measure.capacity import Bounded
 # fitted.
 Source = Literal["text", "data", "reading", "fitted"]
 # Which claims one device can show: "slow" ones are measured here only with --on here.
-Here = Literal["fast", "slow", "no"]
+Here = Literal["quick", "slow", "no"]
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ CLAIMS: dict[str, Claim] = {}  # by id
 
 
 def claim(
-    id: str, sentence: str, *systems: Any, here: Here = "fast", least_ridge: float = 0
+    id: str, sentence: str, *systems: Any, here: Here = "quick", least_ridge: float = 0
 ) -> Callable[[Callable[[Any], Found]], Callable[[Any], Found]]:
     """Enter the function below into CLAIMS."""
 

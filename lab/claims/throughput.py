@@ -83,17 +83,18 @@ def gains_over_ratios(lab: Lab) -> Found:
 @claim("S-F11", "SARATHI beats Orca at its best", A6000_13B, least_ridge=GAIN_RIDGE)
 def gains_over_orca(lab: Lab) -> Found:
     """A prompt that is computed whole carries decodes in one iteration only. Orca in lockstep makes
-    request-level's batches. At 2K and 3K the paper has Orca at its best close to the baseline.
+    request-level's batches. The gains at 1K are those of S-F9; at 2K and 3K the paper has Orca at
+    its best close to the baseline.
 
     In the cost model prompts of 960 lose to tiles one by one, but not 18 at once."""
-    papers = {1024: 1.27, 2048: 1.25, 3072: 1.23}
+    papers = {2048: 1.25, 3072: 1.23}
     found = Found("context")
     for length, batch in LOADS:
         gains = lab.gains(FOUR, length, batch, 256 / (batch - 1))
         found.add(length, gains)
-        found.publish(f"gain at {length:,}, B = {batch}", papers[length], gains["sarathi"])
+        if length in papers:
+            found.publish(f"gain at {length:,}, B = {batch}", papers[length], gains["sarathi"])
     orca = found.column("orca-best")
-    found.publish("gain of Orca at its best, 1,024", 1.11, orca["1024"])
     sarathi = found.column("sarathi")
     found.expect("sarathi gains more than orca-best", all(sarathi[x] > orca[x] for x in orca))
     return found

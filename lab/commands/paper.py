@@ -46,4 +46,4 @@ def main(
     """
     from lab.commands.paper_run import run
 
-    run(ids, options, model)
+    run(ids, options.on, options.plot, options.json, model)

@@ -16,25 +16,26 @@ from cli.model import ModelOptions, split_names
 from lab.claims import CLAIMS
 from lab.claims.claim import Claim, Found, agreement
 from lab.claims.labs import PaperLab, RealLab
-from lab.commands.paper import PaperOptions
 from lab.measure.machine_info import measure_machine
 
 PICTURES = ("S-F3", "S-F9", "S-F12", "S-F13", "SS-F1", "SS-F7", "SS-F8", "SS-F10")
 Machines = dict[str, Found]  # by the name of the machine
 
 
-def run(ids: str, options: PaperOptions, model: ModelOptions) -> None:
+def run(
+    ids: str, on: str | None, plot: Path | None, json: Path | None, model: ModelOptions
+) -> None:
     """Compute and measure the claims, print each, and how many numbers come out.
 
-    Raises ValueError for an unknown claim."""
+    The arguments are as of the command. Raises ValueError for an unknown claim."""
     names = split_names(ids) or [*CLAIMS]
     unknown = set(names) - CLAIMS.keys()
     if unknown:
         raise ValueError(f"{min(unknown)}: no such claim, there are {', '.join(CLAIMS)}")
     claims = [CLAIMS[name] for name in names]
-    computed = compute(claims) if options.on != "here" else {}
+    computed = compute(claims) if on != "here" else {}
     lab = None
-    if options.on != "papers":
+    if on != "papers":
         model = resolve_model(model)
         lab = real_lab(model)
     report: dict[str, dict[str, Any]] = {}
@@ -44,11 +45,11 @@ def run(ids: str, options: PaperOptions, model: ModelOptions) -> None:
         if claim.id in computed:
             columns["cost model"] = computed[claim.id]
         if lab:
-            note = reason_not_here(claim, lab, options.on)
+            note = reason_not_here(claim, lab, on)
             notes = [f"here: {note}"] if note else []
             columns["here"] = {} if note else {lab.name: measure(claim, lab)}
         print(claim.markdown(columns, notes), end="\n\n", flush=True)
-        draw(claim, columns, options.plot)
+        draw(claim, columns, plot)
         report[claim.id] = {"sentence": claim.sentence, "notes": notes}
         for column, machines in columns.items():
             found = {name: each.to_json() for name, each in machines.items()}
@@ -56,9 +57,9 @@ def run(ids: str, options: PaperOptions, model: ModelOptions) -> None:
     if computed:
         print(agreement(found for machines in computed.values() for found in machines.values()))
     machine = lab.info.to_json() if lab else None
-    record = {"options": options_json(options, model), **provenance(), "machine": machine}
-    write_json(options.json, record | {"claims": report})
-    wrote(options.json)
+    record = {"options": {"on": on, **options_json(model)}, **provenance(), "machine": machine}
+    write_json(json, record | {"claims": report})
+    wrote(json)
 
 
 def compute(claims: list[Claim]) -> dict[str, Machines]:
