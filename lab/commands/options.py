@@ -76,45 +76,43 @@ class LoadOptions:
     slo: str = "strict"
     """Of P99 TBT: strict or relaxed, 5x or 25x a decode iteration, another multiple, or seconds."""
     requests: PositiveInt | None = None
-    """How many arrive. [default: 48 on a CPU, 500 on a GPU; of capacity 128 or 512, at least four
-    times what may run at once]"""
+    """How many arrive. [default: 48, on a GPU 500; of capacity 128 or 512, or 4 --batch]"""
     lengths: Annotated[
         str,
         Parameter(help=f"{', '.join(LENGTHS)}, scaled to --max-len, or PROMPT+OUTPUT tokens, ..."),
     ] = "sharegpt4"
     trace: Path | None = None
-    """Lengths and arrivals from a log: arrived_at, num_prefill_tokens, num_decode_tokens."""
+    """A log: arrived_at, num_prefill_tokens, num_decode_tokens."""
     shared_prefix: str = "0:1"
-    """LENGTH:COUNT, each prompt begins with one of COUNT prefixes of LENGTH tokens."""
+    """LENGTH:COUNT, each prompt begins with one of COUNT prefixes."""
     max_len: PositiveInt | None = None
-    """The longest prompt and output. [default: 1024 on a CPU, 8192 on a GPU]"""
+    """The longest prompt and output. [default: 1024, on a GPU 8192]"""
     chunk: PositiveInt | None = None
-    """C, the chunk size and token budget, in tokens. [default: 128 on a CPU, 512 on a GPU]"""
+    """C, the chunk size and token budget. [default: 128, on a GPU 512]"""
     batch: PositiveInt | None = None
-    """B, the most requests at once. [default: 32 on a CPU, 128 on a GPU]"""
+    """B, the most at once. [default: 32, on a GPU 128]"""
     page_size: str | None = None
-    """Tokens in a page, or max; several are compared. [default: 64, on CUDA 256]"""
+    """Tokens in a page, or max. [default: 64, on CUDA 256]"""
     kv_tokens: PositiveInt | None = None
-    """Tokens in the cache. [default: a third of --batch requests of --max-len; simulated: all that
-    fits]"""
+    """Tokens in the cache. [default: a third of --batch of --max-len; simulated: all]"""
     prefix_caching: Literal["off", "on", "both"] | None = None
-    """Share pages of prompts that begin alike. [default: both if a prefix is shared, else off]"""
+    """Share pages of prompts that begin alike. [default: both with --shared-prefix]"""
     simulate: Annotated[
         str | None, Parameter(help=f"Of {', '.join(DEVICES)}. --preset may then be {LARGE}, too.")
     ] = None
     replicas: PositiveInt = 1
-    """Simulated copies of the GPUs of --tp and --pp, which share one queue."""
+    """Simulated copies that share one queue."""
     pools: str | None = None
-    """PREFILL:DECODE, also serve by two simulated pools, beside as many replicas."""
-    tp_link: Annotated[str | None, Parameter(help=f"Within a stage: {', '.join(LINKS)}.")] = None
+    """PREFILL:DECODE, two simulated pools beside as many replicas."""
+    tp_link: Annotated[str | None, Parameter(help=f"Within a stage, of {', '.join(LINKS)}.")] = None
     pp_link: str | None = None
     """Between stages. [default: infiniband]"""
     cpu_ms: NonNegativeFloat = 0.0
-    """Simulated milliseconds that an iteration costs each stage on the CPU."""
+    """Simulated CPU time of an iteration on each stage."""
     plot: Path | None = None
     """Draw latencies and timelines, or capacities."""
     json: Path | None = None
-    """Write all that is printed, and more, with these options."""
+    """Write all numbers, with these options."""
 
 
 @Parameter(name="*")
@@ -123,15 +121,15 @@ class ServeOptions(LoadOptions):
     """The options of `bench.py serve`."""
 
     qps: PositiveFloat | None = None
-    """Requests per second. [default: half of what should be possible, or the trace's own]"""
+    """Requests per second. [default: half of what is possible]"""
     long_prompt: PositiveInt | None = None
-    """One more request, the first, has so many prompt tokens."""
+    """The prompt of one more request, the first."""
     classes: str = "normal=1"
     """Shares of the classes of `priority`, as in realtime=1,normal=4,low=5."""
     ttft_slo: PositiveFloat = 2.0
-    """Goodput counts requests with a TTFT of up to so many seconds, and TBTs within --slo."""
+    """Of goodput, in seconds, beside --slo."""
     html: Path | None = None
-    """Write a page to step through what was decided, and why."""
+    """Write a page to step through all decisions."""
 
 
 @Parameter(name="*")
