@@ -8,7 +8,6 @@ imported when it is used. Read first: engine.py. Read next: lab/commands/offline
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # where python -P does not look
@@ -26,13 +25,9 @@ COMMANDS = {
     "today": "What today's engines decide, and the questions their users ask, simulated.",
     "check": "The first rule that a policy of your own breaks.",
 }
-ARGPARSE = {
-    "serve": "lab.commands.serve",
-    "capacity": "lab.commands.serve",
-}
 for name, description in COMMANDS.items():
-    module = ARGPARSE.get(name, f"lab.commands.{name}")
-    app.command(f"{module}:main", name=name, help=description)
+    function = "serve:capacity" if name == "capacity" else f"{name}:main"
+    app.command(f"lab.commands.{function}", name=name, help=description)
 
 
 def command_line(argv: Sequence[str]) -> list[str]:
@@ -44,13 +39,7 @@ def command_line(argv: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line `argv`, or that of this process."""
     words = command_line(sys.argv[1:] if argv is None else argv)
-    if words[0] in ARGPARSE:
-        from cli.options import parse_command
-
-        module = import_module(ARGPARSE[words[0]])
-        module.main(parse_command(module, words))
-    else:
-        app(words, exit_on_error=False, print_error=False)
+    app(words, exit_on_error=False, print_error=False)
 
 
 if __name__ == "__main__":

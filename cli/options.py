@@ -342,11 +342,3 @@ class EngineOptions:
             "attention": self.model.attention,
         }
         return engine_for(model)(model, **options | settings)
-
-
-def parse_command(module: Any, argv: Sequence[str]) -> Any:
-    """The options of a command of bench.py whose module has add_options, resolve and main."""
-    parser = OptionParser(prog=f"bench.py {argv[0]}", description=module.__doc__)
-    parser.set_defaults(command=argv[0])
-    module.add_options(parser)
-    return module.resolve(parser, parser.parse_args(argv[1:]))

@@ -17,7 +17,7 @@ from cli.files import write_json
 from cli.loading import load_model, resolve_model
 from cli.model import ModelOptions, split_names
 from lab.commands.frame import reporting
-from lab.commands.offline import OfflineOptions
+from lab.commands.options import OfflineOptions
 from policies import POLICIES
 from tests.helpers import ROOT
 
@@ -36,8 +36,6 @@ def ending(main):
 
 @pytest.mark.parametrize("program", [*bench.COMMANDS, "bench.py", "sample.py"])
 def test_a_help_does_not_wait_for_torch(program):
-    if program in bench.ARGPARSE:
-        pytest.skip("has options of argparse")
     call = f"bench.main(['{program}', '--help'])"
     if program.endswith(".py"):
         call = f"{program[:-3]}.main(['--help'])"
