@@ -9,6 +9,7 @@ labs.py, batches.py."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from inspect import getdoc
 from typing import Any, Literal
 
 from cli.tables import markdown, show
@@ -126,7 +127,7 @@ class Claim:
                     paper = show(number.paper, found.spec)
                     row = rows.setdefault(text, [text, paper, *["-"] * len(columns)])
                     row[2 + place] = show(number.ours, found.spec)
-        parts = [f"## {self.id}: {self.sentence}", self.function.__doc__ or "", *notes]
+        parts = [f"## {self.id}: {self.sentence}", getdoc(self.function) or "", *notes]
         if rows:
             heads = dict.fromkeys(["number", "paper", *columns], "")
             parts.append(markdown(heads, rows.values()))
