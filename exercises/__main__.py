@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cli.console import run
-from cli.options import OptionParser, output_file, whole, write_text, wrote_page
+from cli.files import write_text, wrote_page
+from cli.options import OptionParser, output_file, whole
 from exercises.catalog import EXERCISES, FOLDER, Exercise
 from exercises.check import check_solution, load_solution
 from exercises.problems import Problem

@@ -7,10 +7,12 @@ from collections import Counter, defaultdict, deque
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import bench
 from attention.sdpa import SDPA
 from kv_cache import KVCache, slot_mapping
 from lab.measure.machine_info import RealMachineInfo
@@ -36,6 +38,13 @@ GROWING = [name for name in POLICIES if name not in RESERVING]  # page by page
 
 
 ROOT = Path(__file__).parents[1]
+
+
+def parse(argv):
+    """The options of a command line of bench.py, as its command gets them, by name."""
+    words = bench.command_line(argv)
+    _, bound, _ = bench.app.parse_args(words, exit_on_error=False, print_error=False)
+    return SimpleNamespace(**bound.arguments)
 
 
 def repository(pattern):

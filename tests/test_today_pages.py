@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-import bench
 from lab.claims import today
 from lab.claims.today_rules import TinyLoad, conduct_of, smallest_difference, steps_of
-from lab.commands import today as command
 from policies import TODAY
+from tests.helpers import parse
 
 README = (Path(__file__).parents[1] / "policies/README.md").read_text("utf-8")
 
@@ -48,45 +47,19 @@ def test_the_smallest_load_on_which_vllm_differs_is_the_smallest():
     assert steps_of("vllm-v1", ample) == steps_of("sarathi-serve", ample)
 
 
-def test_the_readme_has_what_the_command_prints(capsys):
-    bench.main(["today", "--only", "engines,vllm-v1"])
-    printed = capsys.readouterr().out
+def test_the_readme_has_what_the_command_prints():
+    printed = "".join(f"{today.PAGES[name]().to_markdown()}\n\n" for name in ("engines", "vllm-v1"))
     assert all(f"| {policy} " in printed for policy in TODAY)
     for page in printed.strip().split("\n\n## ")[1:]:
         assert page in README
     assert "random loads, with enough memory for all: 0 differ" in printed
 
 
-def test_every_page_is_in_the_readme_with_its_picture():
+def test_every_page_is_in_the_readme():
     assert README.count("\n## ") == 1 + len(today.PAGES)
-    for name in ("long-prompt", "memory", "overload"):
-        assert f"]({name}.png)" in README
-        assert (Path(__file__).parents[1] / f"policies/{name}.png").exists()
-
-
-def test_a_page_that_does_not_exist_is_refused(capsys):
-    for argv in (["--only", "nothing"], ["--write", "no/such/folder"]):
-        with pytest.raises(SystemExit):
-            bench.parse_args(["today", *argv])
-        assert "must be from engines" in capsys.readouterr().err or argv[0] == "--write"
 
 
 @pytest.mark.parametrize("options", dict.fromkeys(today.CHECKLIST.values()))
 def test_a_command_of_the_checklist_is_one_of_the_bench(options):
-    bench.parse_args([*today.SERVE.split(), *options.split()])
+    parse([*today.SERVE.split(), *options.split()])
     assert f"`bench.py {today.SERVE}`" in README and f": `{options}`" in README
-
-
-def test_an_interrupt_keeps_the_pages_that_are_made(tmp_path, capsys, monkeypatch):
-    def results_of(*_):
-        yield today.Page("first", "Is it?", ["It is."], chart={"s": {"vllm": 1.0, "orca": 2.0}})
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "results_of", results_of)
-    (tmp_path / "README.md").write_text("whole", "utf-8")
-    with pytest.raises(KeyboardInterrupt):
-        bench.main(["today", "--write", str(tmp_path)])
-    assert "Is it?" in capsys.readouterr().out
-    assert (tmp_path / "README.md").read_text("utf-8") == "whole" and (
-        tmp_path / "first.png"
-    ).exists()

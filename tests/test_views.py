@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex, to_rgb
 
-from lab.claims.table import Table
 from lab.measure.capacity import Bounded
 from lab.pictures import style
-from lab.pictures.bars import Beside, plot_bars, plot_beside_published
-from lab.pictures.panels import Mark, plot_panels
+from lab.pictures.bars import plot_bars
 from lab.pictures.style import DECODE, HYBRID, OVER, POLICY_COLORS, PREFILL, WAITING
 from lab.pictures.timelines import plot_capacity, plot_serving, plot_timelines
 from policies import ALL_POLICIES
@@ -112,12 +110,10 @@ def test_every_policy_has_a_colour_of_its_own_whoever_else_is_drawn():
     assert len({*style.policy_colors(runs).values()}) == len(runs)
 
 
-def test_one_colour_has_one_meaning():
-    names = ["sarathi:64", "sarathi:128", "orca", "ffn_ln1", "attention", "context 512", "ridge"]
-    colors = style.name_colors([*names, "decode: attention"])
-    assert len({colors[name] for name in names}) == len(names)
-    assert colors["orca"] == POLICY_COLORS["orca"]
-    assert colors["decode: attention"] == colors["attention"]  # dashed
+def test_settings_of_a_policy_are_shades_of_its_colour():
+    names = ["sarathi:64", "sarathi:128", "orca", "run 1", "run 2"]
+    colors = style.name_colors(names)
+    assert len({*colors.values()}) == len(names) and colors["orca"] == POLICY_COLORS["orca"]
     assert style.name_colors(["sarathi:128"]) == {"sarathi:128": POLICY_COLORS["sarathi"]}
 
 
@@ -263,34 +259,17 @@ def test_capacity_draws_a_bar_and_its_number_and_a_point_for_each_rate(file):
         assert axis.get_title(loc="left").endswith(f"(dashed: {text})")
 
 
-GAINS = {
-    "chats, vllm": Beside(2.0, 2.1),
-    "papers, orca:256": Beside(Bounded(3.5, "at least"), 1.0),
-    "others": Beside(1.0, None),
-    "not run": Beside(None, 2.5),
-}
-
-
-def test_published_numbers_are_hollow_markers_beside_bars(file):
-    gain, *_ = plot_beside_published({"gain": GAINS}, "T4", file).axes
-    assert gain.get_xlabel() == "gain" and labels(gain) == list(GAINS)
-    assert [bar.get_width() for bar in gain.patches] == [2.0, 3.5, 1.0]
-    assert colors_of(gain.patches) == [POLICY_COLORS["vllm"], POLICY_COLORS["orca"], style.OURS]
-    assert [bool(bar.get_hatch()) for bar in gain.patches] == [False, True, False]
-    assert [points(line) for line in gain.lines] == [[(2.1, 0)], [(1.0, 1)], [(2.5, 3)]]
-    assert {line.get_markerfacecolor() for line in gain.lines} == {"white"}
-    assert texts(gain) == ["2.00 ◇2.10", "≥ 3.50 ◇1.00", "1.00", "◇2.50"]
-
-
-def test_panels_of_other_rows_stand_below_each_other(file):
-    panels = {"gain": GAINS, "loss": {"others": Beside(1.0, 2.0)}}
-    axes = plot_beside_published(panels, "T4", file).axes
-    assert [labels(axis) for axis in axes] == [list(GAINS), ["others"]]
+def test_bars_have_the_colours_of_policies_and_bounds_are_hatched(file):
+    gains = {"chats, vllm": 2.0, "orca:256": Bounded(3.5, "at least"), "others": 1.0}
+    (axis,) = plot_bars({"gain": gains}, "T4", file).axes
+    assert axis.get_xlabel() == "gain" and labels(axis) == list(gains)
+    assert [bar.get_width() for bar in axis.patches] == [2.0, 3.5, 1.0]
+    assert colors_of(axis.patches) == [POLICY_COLORS["vllm"], POLICY_COLORS["orca"], style.OURS]
+    assert [bool(bar.get_hatch()) for bar in axis.patches] == [False, True, False]
 
 
 def test_bars_that_differ_much_are_dots_on_a_log_axis(file):
-    rows = {"short": Beside(0.1, None), "long": Beside(9, None)}
-    (axis,) = plot_beside_published({"s": rows}, "T4", file).axes
+    (axis,) = plot_bars({"s": {"short": 0.1, "long": 9}}, "T4", file).axes
     assert axis.get_xscale() == "log" and not axis.patches
     assert [points(line) for line in axis.lines] == [[(0.1, 0)], [(9, 1)]]
 
@@ -298,50 +277,3 @@ def test_bars_that_differ_much_are_dots_on_a_log_axis(file):
 def test_each_panel_of_bars_has_its_names_and_numbers(file):
     first, _ = plot_bars({"a": {"x": 3, "y": 1.5}, "b": {"x": 9, "y": 9}}, "", file).axes
     assert texts(first) == ["3", "1.50"] and labels(first) == ["x", "y"]
-
-
-def spans(bars):
-    """Where bars begin, and how long they are."""
-    return [(bar.get_x(), bar.get_width()) for bar in bars]
-
-
-def test_few_numbers_are_bars_with_the_papers_beside_them(file):
-    few = Table("few", x="context", y="gain", lines={"vllm": {1: 2.0}, "orca": {1: None, 2: 3.0}})
-    figure = plot_panels([few], "S", file, marks=[[Mark("orca", 2, 2.5)]], source="S: A6000")
-    (bars,) = figure.axes
-    assert figure.get_suptitle() == "S\nhollow: published, S: A6000"
-    rows = [(bar.get_width(), bar.get_y() + bar.get_height() / 2) for bar in bars.patches]
-    assert rows == [(2, near(-0.2)), (3, near(1.2))]  # a bar for each name beside each context
-    assert labels(bars) == ["1", "2"] and texts(bars)[-1] == "3.00x ◇2.50x"
-    assert texts(figure.subfigs[0].legends[0]) == ["vllm", "orca", "published"]
-
-
-def test_many_numbers_are_a_line_with_gaps_and_the_papers_are_hollow(file):
-    many = Table("many", x="tokens", y="share", spec=".0%")
-    for x in range(1, 6):
-        many.add(x, {"vllm": 0.1 * x, "the paper's": None if x == 2 else 0.2})
-    marks = [[Mark("vllm", 5, Bounded(0.4, "below"))]]
-    (axis,) = plot_panels([many], "S", file, marks=marks).axes
-    line, papers, *_, mark = axis.lines
-    assert points(line) == [(x, near(0.1 * x)) for x in range(1, 6)]
-    assert np.isnan(papers.get_ydata()[1])
-    assert points(mark) == [(5, 0.4)] and mark.get_marker() == "v"
-
-
-def test_parts_are_stacked_and_steps_are_lanes(file):
-    stacked = Table(form="stacked", lines={"preproj": {1: 2.0, 2: 4.0}, "other": {1: 1.0, 2: 5.0}})
-    steps = Table(form="steps", lines={"here": {1: 1.0, 2: 9.0}, "the post's": {1: 2.0}})
-    stack, lanes = plot_panels([stacked, steps], "S", file).axes
-    assert spans(stack.patches) == [(0, 2), (2, 1), (0, 4), (4, 5)]
-    assert texts(stack) == ["3.00", "9.00"]
-    assert spans(lanes.patches) == [(0, 1), (1, 9), (0, 2)]
-    assert colors_of(lanes.patches)[1:] == [OVER, "#ffffff"]  # the post's is hollow
-    assert texts(lanes) == ["longest 9.00", "longest 2.00"]
-
-
-def test_a_line_ends_at_the_last_tick_of_its_panel(file):
-    table = Table("", x="tokens", y="ms", log="x", ticks=(1, 128))
-    for tokens in (1, 64, 128, 129, 1024):
-        table.add(tokens, {"iteration": float(tokens)})
-    (axis,) = plot_panels([table], "S-F7", file).axes
-    assert list(axis.lines[0].get_xdata()) == [1, 64, 128]

@@ -1,13 +1,12 @@
-"""What today's engines decide, and the questions their users ask: six pages, all simulated.
+"""What today's engines decide, and the questions their users ask: three pages, all simulated.
 
     for page in PAGES: print(page.function().to_markdown())
 
 Read first: policies/today.py, policies/remedies.py. Read next: lab/commands/today.py."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from cli.tables import Cell, format_table
 from config import EngineConfig
 from lab.claims.today_rules import Step, conduct_of, differs, smallest_difference
 from lab.measure.capacity import possible_qps
-from lab.measure.metrics import RunSummary, summarize_run
+from lab.measure.metrics import summarize_run
 from lab.measure.run_loop import Run
 from lab.measure.workload import Arrival, poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
@@ -23,75 +22,35 @@ from lab.simulator.machine import base_of
 from lab.simulator.random_loads import random_load
 from lab.simulator.simulation import simulate
 from policies.cards import CARDS
-from policies.priority import PRIORITIES
 
 RANDOM_LOADS = 200  # in lock step
 MODEL = "llama3-8b"  # on one A100
-PAGE_SIZE = 64
-CHUNK = 512
 MAX_LEN = 4096
-CHAT_TOKENS = 64 * MAX_LEN  # of memory
 
 
 @dataclass(frozen=True)
 class Page:
-    """The answer to a question: text with tables, and a picture if one says more."""
+    """The answer to a question: text with tables."""
 
-    name: str  # of its picture's file
     question: str
     parts: Sequence[str]  # paragraphs and tables in Markdown
-    chart: dict[str, dict[str, float]] | None = None  # {quantity: {policy: number}}
 
     def to_markdown(self) -> str:
         """The page as text."""
         return "\n\n".join([f"## {self.question}", *self.parts])
 
 
-def chart_of(
-    rows: Mapping[str, Sequence[Cell]], quantities: Mapping[str, str]
-) -> dict[str, dict[str, Any]]:
-    """The chart of some columns of a table: {head of the column: name of the quantity}."""
-    chart: dict[str, dict[str, Any]] = {quantity: {} for quantity in quantities.values()}
-    for name, row in rows.items():
-        for head, number, _ in row:
-            if head in quantities:
-                chart[quantities[head]][name.replace("`", "")] = number
-    return chart
-
-
-def serve(
-    arrivals: Sequence[Arrival],
-    policy: str,
-    *,
-    chunk: int = CHUNK,
-    max_len: int = MAX_LEN,
-    tokens: int = CHAT_TOKENS,
-    max_batch: int = 64,
-    options: Mapping[str, object] | None = None,
-) -> Run:
-    """Simulate a run on one A100 with memory for so many tokens."""
+def serve(arrivals: Sequence[Arrival], policy: str, max_batch: int) -> Run:
+    """Simulate a run on one A100."""
     config = EngineConfig(
         policy,
-        chunk=chunk,
+        chunk=512,
         max_batch=max_batch,
-        max_len=max_len,
-        page_size=PAGE_SIZE,
-        pages=tokens // PAGE_SIZE,
-        policy_options=dict(options or {}),
+        max_len=MAX_LEN,
+        page_size=64,
+        pages=MAX_LEN,  # room for 64 of the longest requests
     )
     return simulate(CostModel.named(MODEL), config, arrivals).run
-
-
-def summary_of(run: Run) -> RunSummary:
-    """The numbers of a run."""
-    return summarize_run(run.completions, run.iterations, run.seconds)
-
-
-def chats(requests: int, load: float) -> tuple[list[tuple[int, int]], float]:
-    """The lengths of some chats, and so many times the rate that is possible with them."""
-    lengths = sample_lengths("sharegpt4", requests, MAX_LEN, seed=0)
-    base = base_of(CostModel.named(MODEL), MAX_LEN, CHUNK)
-    return lengths, load * possible_qps(base, lengths)
 
 
 # ---- 1. Who does what today ----------------------------------------------------------------------
@@ -117,7 +76,6 @@ def who_does_what() -> Page:
         ]
     equal = ", ".join(f"{card.equal} (`{card.name}`)" for card in cards if card.equal)
     return Page(
-        "engines",
         "Who does what today?",
         [
             "Each row was found out by trying the policy: prompts arrive while a request decodes; "
@@ -150,7 +108,6 @@ def is_vllm_sarathi_serve() -> Page:
     load = difference.load
     requests = ", ".join(f"{prompt} + {output}" for prompt, output in load.requests)
     return Page(
-        "vllm-v1",
         "Is vLLM's default Sarathi-Serve?",
         [
             f"In lock step on {len(plain)} random loads, with enough memory for all: {ample} "
@@ -167,8 +124,7 @@ def is_vllm_sarathi_serve() -> Page:
             _side_by_side(pair, difference.steps),
             "`sarathi-serve` has given all its pages away and must preempt; in vLLM V1 the first "
             "request has ended before memory is short. The price comes under load: others use "
-            "what was promised to a prompt, and it is preempted half-way (*How much memory to "
-            "reserve?*).",
+            "what was promised to a prompt, and it is preempted half-way.",
         ],
     )
 
@@ -192,159 +148,7 @@ def _show(step: Step) -> str:
     )
 
 
-# ---- 3. One long prompt among short ones ---------------------------------------------------------
-
-LONG_PROMPT = 32_000
-LONG_MAX_LEN = 32_768
-LONG_CHUNK = 2048
-LONG_POLICIES: dict[str, tuple[str, dict[str, object]]] = {  # label -> policy, options
-    "sarathi-serve": ("sarathi-serve", {}),
-    "vllm-v1": ("vllm-v1", {}),
-    "vllm-v1, threshold 512": ("vllm-v1", {"long_prefill_token_threshold": 512}),
-    "threshold under contention": ("threshold-under-contention", {}),
-    "P-PAS, 512 under pressure": ("ppas", {}),
-    "4 prefills at once": ("equal-progress", {}),
-    "shortest uncached first": ("shortest-uncached", {}),
-    "priority (deadlines)": ("priority", {}),
-    "SGLang": ("sglang", {}),
-    "interval 4": ("interval", {"every": 4}),
-    "interval 8": ("interval", {"every": 8}),
-}
-
-
-def long_among_short_load() -> list[Arrival]:
-    """Four short requests a second for 30 s; one long prompt after 5 s and one after 15 s."""
-    short = poisson([(200, 100)] * 120, 4.0, seed=0)
-    long = [Arrival(time, LONG_PROMPT, 100) for time in (5.0, 15.0)]
-    return sorted([*short, *long], key=lambda arrival: arrival.time)
-
-
-def long_rows() -> dict[str, list[Cell]]:
-    """Latencies of short requests and of long ones, under each policy."""
-    arrivals = long_among_short_load()
-    long = [arrival.prompt_len == LONG_PROMPT for arrival in arrivals]
-    first_long = arrivals[long.index(True)].time
-    rows: dict[str, list[Cell]] = {}
-    for label, (policy, options) in LONG_POLICIES.items():
-        run = serve(
-            arrivals,
-            policy,
-            chunk=LONG_CHUNK,
-            max_len=LONG_MAX_LEN,
-            tokens=8 * LONG_MAX_LEN,
-            options=options,
-        )
-        ttfts = [completion.ttft or 0.0 for completion in run.completions]
-        behind = [  # those that arrive while a long prompt is computed
-            ttft
-            for arrival, is_long, ttft in zip(arrivals, long, ttfts, strict=True)
-            if not is_long
-            and first_long <= arrival.time < first_long + 15
-            and (arrival.time - first_long) % 10 < 5
-        ]
-        tbt_s = summary_of(run).tbt_s
-        long_ttfts = [ttft for is_long, ttft in zip(long, ttfts, strict=True) if is_long]
-        rows[label] = [
-            ("short TTFT P50", median(behind), ".2f"),
-            ("worst", max(behind), ".2f"),
-            ("long TTFT", max(long_ttfts), ".2f"),
-            ("TBT P99", tbt_s.p99, ".3f"),
-            ("longest gap", tbt_s.max, ".3f"),
-        ]
-    return rows
-
-
-def long_among_short() -> Page:
-    """A long prompt among short ones under several policies."""
-    rows = long_rows()
-    return Page(
-        "long-prompt",
-        "One long prompt among short ones",
-        [
-            f"Four requests of 200 + 100 tokens a second, and twice a prompt of {LONG_PROMPT:,}. "
-            f"Budget {LONG_CHUNK:,}; {MODEL} on one A100, simulated. *short* are the requests that "
-            "arrive within 5 s of a long one. All in seconds.",
-            format_table("policy", rows),
-            "First come, first served makes every short prompt wait for the rest of the long one. "
-            "Whoever lets them pass, by shares, by length or by deadline, serves them within one "
-            "iteration or two, and the long one waits a little longer. More answers then run "
-            "while it is computed, so more gaps are long: P99 TBT rises, the longest gap does not. "
-            "A threshold shortens the iterations, too: best for the short ones, worst for the long "
-            "one; under contention only, less of both. A smaller budget under pressure (P-PAS) "
-            "cures the gaps, not the short prompts. Prefill first and alone (SGLang) stops all "
-            "answers meanwhile, which P99 TBT does not show; an interval cures that, and all "
-            "prompts wait longer.",
-        ],
-        chart_of(
-            rows,
-            {
-                "worst": "worst short TTFT, s",
-                "long TTFT": "long TTFT, s",
-                "TBT P99": "P99 TBT, s",
-                "longest gap": "longest gap, s",
-            },
-        ),
-    )
-
-
-# ---- 4. How much memory to reserve ---------------------------------------------------------------
-
-MEMORY_TOKENS = 6 * MAX_LEN
-MEMORY_POLICIES = {  # what is reserved at admission -> policy
-    "max_len": "sarathi",
-    "prompt + max_new": "no-evict",
-    "the peak": "peak",
-    "a ratio of outputs": "sglang-mixed",
-    "15 % margin": "hf",
-    "prompt, 1 % free": "sarathi-serve",
-    "prompt, decodes wait": "fastgen",
-    "first chunk": "vllm-v1",
-}
-
-
-def memory_to_reserve() -> Page:
-    """Reservations side by side on tight memory."""
-    arrivals = poisson(*chats(200, load=2.0), seed=0)
-    rows: dict[str, list[Cell]] = {}
-    for reserved, policy in MEMORY_POLICIES.items():
-        summary = summary_of(serve(arrivals, policy, tokens=MEMORY_TOKENS))
-        rows[f"{reserved} (`{policy}`)"] = [
-            ("tokens/s", summary.tokens_per_s, ",.0f"),
-            ("run at once", summary.running_mean, ".1f"),
-            ("preemptions", summary.preemptions, ",d"),
-            ("computed again", summary.recomputed_tokens, ",d"),
-            ("TTFT P50", summary.ttft_s.p50, ".1f"),
-            ("TBT P99", summary.tbt_s.p99, ".3f"),
-            ("longest gap", summary.tbt_s.max, ".2f"),
-        ]
-    return Page(
-        "memory",
-        "How much memory to reserve?",
-        [
-            f"200 chat requests, more than can be served, in memory for {MEMORY_TOKENS:,} tokens: "
-            f"six requests of max_len = {MAX_LEN:,}. Budget 512, {MODEL} on one A100, "
-            "simulated; seconds. Outputs are as long as max_new_tokens says, which favours whoever "
-            "reserves them.",
-            format_table("reserved", rows),
-            "max_len wastes half of the memory or more. Reserving little runs more at once, "
-            "preempts, and computes again; meanwhile that answer stands still, which the longest "
-            "gap shows and P99 TBT does not. Letting decodes wait computes least again; the answer "
-            "stands still until others end. The peak admits nearly as many as the prompt alone, "
-            "and preempts nobody here.",
-        ],
-        chart_of(
-            rows,
-            {
-                "tokens/s": "tokens/s",
-                "preemptions": "preemptions",
-                "TTFT P50": "TTFT P50, s",
-                "longest gap": "longest gap, s",
-            },
-        ),
-    )
-
-
-# ---- 5. Chunking shows nothing here: why? --------------------------------------------------------
+# ---- 3. Chunking shows nothing here: why? --------------------------------------------------------
 
 SERVE = "serve --simulate a100-80gb --preset llama3-8b --max-len 4096 --policies vllm,sarathi-serve"
 CHECKLIST = {  # reason -> the options of SERVE that show it
@@ -374,7 +178,8 @@ class Setting(NamedTuple):
 
 def checklist_settings() -> list[Setting]:
     """The load that shows the gain, and those that hide it."""
-    lengths, qps = chats(150, load=0.75)
+    lengths = sample_lengths("sharegpt4", 150, MAX_LEN, seed=0)
+    qps = 0.75 * possible_qps(base_of(CostModel.named(MODEL), MAX_LEN, 512), lengths)
     chat = poisson(lengths, qps, seed=0)
     at_once = [arrival._replace(time=0.0) for arrival in chat]
     short = poisson([(min(prompt, 100), output) for prompt, output in lengths], qps, 0)
@@ -391,7 +196,7 @@ def checklist_settings() -> list[Setting]:
 
 def checklist_row(run: Run) -> list[Cell]:
     """All latencies of a run."""
-    summary = summary_of(run)
+    summary = summarize_run(run.completions, run.iterations, run.seconds)
     gaps = [gap for completion in run.completions for gap in completion.tbt]
     tpots = [float(np.mean(completion.tbt)) for completion in run.completions if completion.tbt]
     return [
@@ -409,13 +214,12 @@ def chunking_shows_nothing() -> Page:
     """Settings in which the gain does not show, with all metrics."""
     rows = {
         f"{setting.description}: {policy}": checklist_row(
-            serve(setting.arrivals, policy, max_batch=setting.max_batch)
+            serve(setting.arrivals, policy, setting.max_batch)
         )
         for setting in checklist_settings()
         for policy in setting.policies
     }
     return Page(
-        "checklist",
         "Chunking shows nothing here: why?",
         [
             f"`vllm` computes whole prompts alone, `sarathi-serve` chunks of 512; {MODEL} on one "
@@ -428,53 +232,8 @@ def chunking_shows_nothing() -> Page:
     )
 
 
-# ---- 6. More than can be served ------------------------------------------------------------------
-
-OVERLOAD = 2.0  # times what is possible
-AGEING_S = 5.0
-AGEINGS: dict[str, dict[str, object]] = {  # label -> options of `priority`
-    "never": {"ageing": 1e30},
-    "up to normal": {"ageing": AGEING_S, "ageing_to": "normal"},
-    "up to realtime": {"ageing": AGEING_S},
-}
-
-
-def overload_by_class() -> Page:
-    """How long each class waits under `priority` when twice as many come as can be served."""
-    arrivals = [
-        arrival._replace(priority=PRIORITIES[i % len(PRIORITIES)])
-        for i, arrival in enumerate(poisson(*chats(1000, OVERLOAD), seed=0))
-    ]
-    rows: dict[str, list[Cell]] = {}
-    for label, options in AGEINGS.items():
-        completions = serve(arrivals, "priority", options=options).completions
-        rows[label] = [
-            (name, max(c.ttft or 0.0 for c in completions if c.service.priority == number), ".1f")
-            for number, name in enumerate(PRIORITIES)
-        ]
-    return Page(
-        "overload",
-        "More than can be served: who waits?",
-        [
-            "Twice as many requests as can be served, a quarter of each class, under `priority`. "
-            f"The longest TTFT by class, in seconds; {MODEL} on one A100, simulated. *Ageing* "
-            f"lifts a waiting request by one class every {AGEING_S:g} s (30 by default).",
-            format_table("ageing", rows),
-            "In lasting overload ageing makes the classes that it reaches equal: up to realtime, "
-            "they are worth nothing. Without ageing the low ones wait for the end of the overload. "
-            'With `ageing_to="normal"` they wait as the normal ones do, and realtime and high ones '
-            "are spared. None of this makes the queue shorter: a server turns requests away beyond "
-            "its `--max-waiting`.",
-        ],
-        chart_of(rows, {name: f"{name}: longest TTFT, s" for name in PRIORITIES}),
-    )
-
-
 PAGES: dict[str, Callable[[], Page]] = {
     "engines": who_does_what,
     "vllm-v1": is_vllm_sarathi_serve,
-    "long-prompt": long_among_short,
-    "memory": memory_to_reserve,
-    "overload": overload_by_class,
     "checklist": chunking_shows_nothing,
 }

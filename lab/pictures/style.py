@@ -42,36 +42,7 @@ GAPS = LinearSegmentedColormap.from_list("gaps", [DECODE, "#f2d53c"]).with_extre
 
 POLICY_COLORS = {name: card.color for name, card in CARDS.items()}
 OTHER_COLORS = ["#b3b36b", "#4c004c", "#000099", "#066b62"]  # of policies that are not in there
-OPERATION_COLORS = {  # the linear layers are blue and green, attention is orange
-    "preproj": "#2f5d9b",
-    "postproj": "#6f9bd1",
-    "ffn_ln1": "#1b7f5f",
-    "ffn_ln2": "#7cc4a4",
-    "attention": "#e08214",
-    "other": "#9a9a9a",
-    "linear": "#3b4cc0",
-    "linear layers": "#3b4cc0",
-    "products": "#3b4cc0",
-}
-KIND_COLORS = {  # of batches
-    "prefill": PREFILL,
-    "with a prompt": PREFILL,
-    "decode": DECODE,
-    "decode alone": DECODE,
-    "decodes alone": DECODE,
-    "alone": DECODE,
-    "riding": "#c77d0a",
-    "with a chunk": "#c77d0a",
-    "iteration": "#555555",
-    "token budget": "#555555",
-    "chunk": PREFILL,
-    "here": "#56627a",
-    "static": POLICY_COLORS["request-level"],
-    "continuous": POLICY_COLORS["orca"],
-}
-COLORS = POLICY_COLORS | OPERATION_COLORS | KIND_COLORS
-LIMITS = {"ridge": "--", "strict SLO": "--", "relaxed SLO": "-."}  # lines that others are held to
-OURS = "#93a4bd"  # bars of numbers that are no policy's, beside those of a paper
+OURS = "#93a4bd"  # bars of numbers that are no policy's
 
 # ---- Keyword arguments that several pictures give to matplotlib ---------------------------------
 
@@ -82,18 +53,6 @@ BUBBLE: dict[str, Any] = {  # where a stage waits
     "facecolor": "#e4e4e4",
     "edgecolor": "#777777",
     "hatch": "////",
-}
-PUBLISHED: dict[str, Any] = {  # a paper's number: hollow, beside ours
-    "ls": "none",
-    "marker": "D",
-    "ms": 6,
-    "mfc": "white",
-    "mec": "black",
-    "mew": 1.2,
-}
-BOUND: dict[str, dict[str, Any]] = {  # a number that is known to be as large, or smaller
-    "at least": {"marker": "^", "ms": 9},
-    "below": {"marker": "v", "ms": 9},
 }
 ARROWS = {"at least": "≥", "below": "<"}
 LOG_FROM = 50  # times as large as the smallest number of a panel of bars is the largest
@@ -122,20 +81,13 @@ def policy_colors(names: Iterable[str]) -> dict[str, str]:
 def name_colors(names: Sequence[str]) -> dict[str, str]:
     """The colour of each line of a picture, so that one colour has one meaning.
 
-    A policy, an operation or a kind of batch has its own; several settings of one, such as
-    sarathi:64 and sarathi:128, are shades of it. Other names, such as contexts, are steps of a
-    scale, from dark to light; a paper's numbers and limits are black."""
+    A policy has its own; several settings of one, such as sarathi:64 and sarathi:128, are shades of
+    it. Other names are steps of a scale, from dark to light."""
     colors: dict[str, str] = {}
     settings: dict[str, list[str]] = {}  # by the colour that they are shades of; "" for none
     for name in names:
-        kind, _, operation = name.partition(": ")
-        if name in LIMITS or is_published(name):
-            colors[name] = "#222222"
-        elif kind in ("prefill", "decode") and operation in COLORS:  # line_look tells them apart
-            colors[name] = COLORS[operation]
-        else:
-            color = COLORS.get(re.split("[:,]", name)[0], "")
-            settings.setdefault(color, []).append(name)
+        color = POLICY_COLORS.get(re.split("[:,]", name)[0], "")
+        settings.setdefault(color, []).append(name)
     for color, variants in settings.items():
         if color:
             scale = LinearSegmentedColormap.from_list("shades", [color, "white"])
@@ -152,28 +104,6 @@ def legend_columns(names: Sequence[str]) -> int:
     """How many columns a legend has that is as wide as a picture: at most five."""
     widest = LINE_WIDTH + max(map(len, names), default=0)
     return min(5, max(1, LEGEND_WIDTH // widest))
-
-
-def is_published(name: str) -> bool:
-    """Whether the line of that name has numbers of a paper or a post."""
-    return name.startswith(("the post", "the paper"))
-
-
-def line_look(name: str) -> dict[str, Any]:
-    """The keyword arguments of matplotlib that say how a line is drawn, but for its colour."""
-    if name in LIMITS:
-        return {"ls": LIMITS[name]}
-    if is_published(name):
-        return PUBLISHED | {"ls": ":"}
-    if name.startswith("decode: "):
-        return {"ls": "--", "marker": "s", "ms": 4}
-    return {"marker": "o", "ms": 4}
-
-
-def published_marker(number: float, color: str = "black") -> dict[str, Any]:
-    """The keyword arguments of a paper's number: hollow, with an edge of that colour. A bound is an
-    arrow."""
-    return PUBLISHED | BOUND.get(bound_of(number), {}) | {"mec": color}
 
 
 def bound_of(number: float | None) -> str:

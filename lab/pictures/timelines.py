@@ -307,7 +307,7 @@ def plot_capacity(
     color_of = dict(zip(names, colors.values(), strict=True))
     capacities = [result["capacity_qps"] for result in results.values()]
     bars = top.subplots()
-    draw_bars(bars, {"": dict(zip(names, capacities, strict=True))}, {}, lambda _, x: color_of[x])
+    draw_bars(bars, dict(zip(names, capacities, strict=True)), color_of.__getitem__)
     bars.set_xlabel("capacity per second")
     if names != list(results):
         bars.set_title("busy: other programs used the machine meanwhile", loc="right")

@@ -4,7 +4,7 @@
 
 Its pipelines are those of policies/micro_batches.py. No batch overtakes another, so that all times
 of a batch are known when it enters. Read first: scheduler.py, policies/micro_batches.py,
-lab/measure/run_loop.py, cost_model.py. Read next: lab/claims/clusters.py."""
+lab/measure/run_loop.py, cost_model.py. Read next: lab/claims/pipelines.py."""
 
 import heapq
 import math
