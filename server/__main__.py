@@ -1,15 +1,14 @@
 """An OpenAI-compatible server.
 
-    python -m server --model path/or/hub-name --policy sarathi-serve --chunk 256 --port 8000
+    python -m server --model smollm2 --policy sarathi-serve --chunk 256 --port 8000
 
-Without --model the weights are random and the text is noise. Read first: README.md, app.py,
-connections.py."""
+Without --model the weights are random and the text is noise. Read first: README.md, options.py,
+app.py."""
 
 from __future__ import annotations
 
 import gc
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -17,48 +16,74 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cli.console import run  # other modules are imported once it is in charge of signals
-
-STEP_S = 10.0  # after the last request a step has this time to end
+from cli.console import make_app, run
+from cli.model import EngineOptions, ModelOptions
+from server.options import ServerOptions
 
 if TYPE_CHECKING:
     from engine import Engine
-    from model import GPT
     from sampling import SamplingParams
-    from server.options import ServerOptions
+
+SHUTDOWN_S = 10  # that requests have to finish after a signal
+app = make_app("python -m server", "An OpenAI-compatible server.")
 
 
-def parse_args(argv: Sequence[str] | None) -> ServerOptions:
-    """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
-    from server import options
+@app.default
+def serve(
+    options: ServerOptions = ServerOptions(),
+    engine_options: EngineOptions = EngineOptions(),
+    model_options: ModelOptions = ModelOptions(),
+) -> None:
+    """Load the model, and serve until a signal comes."""
+    import uvicorn
 
-    return options.parse_args(argv)
+    from cli.loading import find_tokenizer, load_model
+    from pretrained.tokenizers import load_chat
+    from server.app import Api, app_of
+    from server.engine_thread import EngineThread
+
+    name = options.served_model_name or model_options.name
+    tokenizer, resolved = find_tokenizer(model_options)
+    if int(os.environ.get("RANK", 0)):
+        load_model(resolved, options.max_len or 1, positions_from="--max-len")
+        return  # the commands of rank 0 have ended
+    chat = load_chat(resolved.model)
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with socket.create_server((options.host, options.port), family=family) as listener:
+        thread = EngineThread(partial(make_engine, options, engine_options, resolved))
+        api = Api(thread, tokenizer, name, chat, default_sampling(resolved.model))
+        routes = app_of(api, options.api_key, [options.host, *options.allowed_host], options.cors)
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        url = f"http://{host}:{listener.getsockname()[1]}"
+        print(f"{name} at {url}/v1, schedule page at {url}/", flush=True)
+        gc.freeze()  # a search for garbage takes a moment: it leaves out what is loaded
+        config = uvicorn.Config(
+            routes, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_S, ws="none"
+        )
+        uvicorn.Server(config).run(sockets=[listener])
 
 
-def load(options: ServerOptions) -> GPT:
-    """The model of these options. With --tp or --pp this returns on rank 0 only."""
-    from cli.loading import load_model
-
-    return load_model(options.model, options.max_len or 1, positions_from="--max-len")
-
-
-def make_engine(options: ServerOptions) -> Engine:
+def make_engine(
+    options: ServerOptions, engine_options: EngineOptions, model_options: ModelOptions
+) -> Engine:
     """The engine of these options, warmed up."""
+    from cli.loading import load_model
+    from cli.loading import make_engine as engine_of
     from runtime.memory import MAX_LEN, small_page_size
 
-    model = load(options)
+    model = load_model(model_options, options.max_len or 1, positions_from="--max-len")
     max_len = options.max_len or min(MAX_LEN, model.config.max_positions)
-    engine = options.make_engine(
+    engine = engine_of(
+        engine_options,
         model,
-        max_len=options.max_len,
+        model_options.attention,
+        max_len=max_len,
         page_size=options.page_size or small_page_size(max_len, model.device),
         pages=options.pages,
         max_waiting=options.max_waiting,
         policy_options={"tbt_slo": options.tbt_slo} if options.tbt_slo else {},
     )
-    if options.model.model:
-        print(f"# {model.dtype} on {model.device}", file=sys.stderr, flush=True)
-    print("# warming up", file=sys.stderr, flush=True)
+    print(f"# {model.dtype} on {model.device}, warming up", file=sys.stderr, flush=True)
     engine.warm_up()
     return engine
 
@@ -79,60 +104,8 @@ def default_sampling(model: str | None) -> SamplingParams:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line: load the model, and serve until a signal comes."""
-    options = parse_args(argv)
-    from cli.loading import find_tokenizer
-    from policies.trial import find_violation
-    from pretrained.tokenizers import load_chat
-    from runtime.torchrun import find_place
-    from server.app import Api
-    from server.connections import Server
-    from server.engine_thread import EngineThread
-
-    name = options.served_model_name or options.model.name
-    tokenizer, model_options = find_tokenizer(options.model)
-    options = replace(options, model=model_options)
-    if find_place().rank:
-        load(options)  # this process follows rank 0, and never returns from here
-    violation = find_violation(options.policy)
-    if violation:
-        print(f"warning: {violation.sentence}", file=sys.stderr, flush=True)
-    chat = load_chat(options.model.model)
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    with socket.create_server((options.host, options.port), family=family) as listener:
-        # a signal ends the process at once while the engine's thread, which cannot be
-        # interrupted, loads the model; then it lets the server finish
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        thread = EngineThread(partial(make_engine, options), time_decodes=True)
-        api = Api(
-            thread,
-            tokenizer=tokenizer,
-            name=name,
-            chat=chat,
-            key=options.api_key,
-            max_body=options.max_body,
-            hosts=[options.host, *options.allowed_hosts],
-            sampling=default_sampling(options.model.model),
-            cors=options.cors,
-        )
-        server = Server(api, options.drain)
-        server.on_signals()
-        url = url_of(listener)
-        print(f"{name} at {url}/v1", flush=True)
-        print(f"schedule page at {url}/", flush=True)
-        gc.collect()
-        gc.freeze()  # a search for garbage takes a moment: it leaves out what is loaded
-        server.run(sockets=[listener])
-    if not thread.answers(within_s=STEP_S):  # or the process would wait for it for ever
-        print("error: a step of the engine does not end", file=sys.stderr, flush=True)
-        os._exit(1)
-
-
-def url_of(listener: socket.socket) -> str:
-    """The URL of what listens at a socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    """The command line `argv`, or that of this process."""
+    app(argv, exit_on_error=False, print_error=False)
 
 
 if __name__ == "__main__":

@@ -1,258 +1,184 @@
 """The routes: OpenAI's /v1, /health, /metrics, and the schedule page with its records.
 
-Read first: protocol.py, engine_thread.py, responses.py. Read next: connections.py."""
+Read first: protocol.py, engine_thread.py, responses.py. Read next: __main__.py."""
 
-import asyncio
-import re
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, PlainTextResponse
+from prometheus_client import make_asgi_app
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.responses import Response
 
+from config import QueueFull, TooLong
 from page.html import page
-from pretrained.chat import Chat
-from pretrained.checks import one_line, shorten
-from pretrained.tokenizers import Tokenizer
+from pretrained.tokenizers import Chat, Tokenizer
 from sampling import SamplingParams
-from server.checks import Gate, read_body
+from server.checks import Gate
 from server.engine_thread import Choice, EngineThread
-from server.protocol import ApiError, ChatRequest, CompletionRequest, RequestBody
-from server.responses import SERVER_ENDS, CompletionResponse
+from server.protocol import ApiError, Body, ChatBody, CompletionBody, error_response
+from server.responses import Answer
 
-MAX_DIGITS = 100  # of the number of a record
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 SLO_DECODES = 5  # decode iterations that a gap between tokens may take, if none is given
-TOO_LONG = "context_length_exceeded"
 OPENAI_SAMPLING = SamplingParams(temperature=1.0)
-
-
-async def error_response(request: HttpRequest, error: Exception) -> Response:
-    """The response to an ApiError, to the router's 404 and 405, or to an error of ours."""
-    ours = ApiError(500, "internal")
-    if isinstance(error, ApiError):
-        ours = error
-    elif isinstance(error, HTTPException):
-        ours = ApiError(error.status_code, error.detail, headers=error.headers)
-    return JSONResponse(ours.detail, ours.status_code, ours.headers)
 
 
 @dataclass(eq=False)
 class Api:
-    """The HTTP interface to an EngineThread, whose engine has no tokenizer of its own.
+    """The answers to requests, by an EngineThread whose engine has no tokenizer of its own.
 
-    `chat` makes a prompt of messages, see load_chat. Clients must send `key`, if there is one, see
-    checks.Gate. A body has at most `max_body` bytes. `hosts` are names that clients may call this
-    server by, see checks.check_host. `sampling` has the defaults of temperature, top_p and top_k.
-    Web pages from `cors`, their origins, may call it."""
+    `chat` makes a prompt of messages, see load_chat. `sampling` has the defaults of temperature,
+    top_p and top_k."""
 
     thread: EngineThread
     tokenizer: Tokenizer
-    name: str
+    name: str  # of the model
     chat: Chat
-    key: str | None = None
-    max_body: int = 2**20
-    hosts: Collection[str] = ()
     sampling: SamplingParams = OPENAI_SAMPLING
-    cors: Sequence[str] = ()
 
-    def __post_init__(self) -> None:
-        self.engine = self.thread.engine
-        self.max_len = self.engine.scheduler.max_len
-        self.hosts = {"localhost", *(host.lower() for host in self.hosts)}
-        self.slo_s: float | None = self.engine.config.policy_options.get("tbt_slo")
-        self.slo_source = "the option --tbt-slo"
-        if self.slo_s is None and self.thread.idle_decode_s is not None:
-            self.slo_s = SLO_DECODES * self.thread.idle_decode_s
-            self.slo_source = f"{SLO_DECODES} times the median decode iteration of an idle engine"
-
-    def app(self) -> Starlette:
-        """The ASGI application."""
-        cors = Middleware(
-            CORSMiddleware, allow_origins=self.cors, allow_methods=["*"], allow_headers=["*"]
-        )
-        gate = Middleware(Gate, key=self.key, hosts=self.hosts)
-        post = ["POST"]
-        return Starlette(
-            routes=[
-                Route("/v1/completions", partial(self.create, CompletionRequest), methods=post),
-                Route("/v1/chat/completions", partial(self.create, ChatRequest), methods=post),
-                Route("/v1/models", self.models),
-                Route("/v1/models/{name:path}", self.model),
-                Route("/health", self.health),
-                Route("/metrics", self.metrics_text),
-                Route("/records/{place}", self.records),
-                Route("/", self.page),
-            ],
-            middleware=[cors, gate] if self.cors else [gate],
-            exception_handlers=dict.fromkeys(
-                (HTTPException, ClientDisconnect, Exception), error_response
-            ),
-        )
-
-    async def page(self, request: HttpRequest) -> Response:
-        """GET /: the live schedule page, without records. A gap is red above `slo_s`."""
-        config = self.engine.config
+    async def page(self) -> HTMLResponse:
+        """GET /: the live schedule page, without records."""
+        config = self.thread.engine.config
         sizes = f"{config.max_batch} requests of {config.max_len} tokens"
         description = f"{config.policy}, chunk {config.chunk}, {sizes}"
-        text = page(
-            self.name, description, live="/records", slo_s=self.slo_s, slo_source=self.slo_source
-        )
+        slo_s = config.policy_options.get("tbt_slo")
+        slo_source = "the option --tbt-slo"
+        if slo_s is None and self.thread.idle_decode_s is not None:
+            slo_s = SLO_DECODES * self.thread.idle_decode_s
+            slo_source = f"{SLO_DECODES} times the median decode iteration of an idle engine"
+        text = page(self.name, description, live="/records", slo_s=slo_s, slo_source=slo_source)
         return HTMLResponse(text)
 
-    async def records(self, request: HttpRequest) -> Response:
-        """GET /records/N: the records from number N on, and the ends of the last texts, as JSON."""
-        digits: str = request.path_params["place"]
-        if not re.fullmatch(f"[0-9]{{1,{MAX_DIGITS}}}", digits):
-            raise ApiError(404, f"/records/N: N must have 1 to {MAX_DIGITS} digits")
-        records, place, outputs = await self.thread.call(self.thread.records_since, int(digits))
-        texts: dict[int, str] = {}
-        for request_id, tokens in outputs.items():
-            with suppress(Exception):  # of a tokenizer: the client is told
-                texts[request_id] = self.tokenizer.decode(tokens)
-        return JSONResponse({"records": records, "place": place, "texts": texts})
+    async def records(self, place: int) -> dict[str, object]:
+        """GET /records/N: the records from number N on, and the ends of the last texts."""
+        records, end, outputs = await self.thread.call(self.thread.records_since, place)
+        texts = {request_id: self.tokenizer.decode(ids) for request_id, ids in outputs.items()}
+        return {"records": records, "place": end, "texts": texts}
 
-    async def health(self, request: HttpRequest) -> Response:
+    async def health(self) -> PlainTextResponse:
         """GET /health."""
         return PlainTextResponse("ok")
 
-    async def metrics_text(self, request: HttpRequest) -> Response:
-        """GET /metrics."""
-        return PlainTextResponse(self.thread.metrics.text())
-
-    async def models(self, request: HttpRequest) -> Response:
+    async def models(self) -> dict[str, object]:
         """GET /v1/models."""
-        return JSONResponse({"object": "list", "data": [self.model_object()]})
+        return {"object": "list", "data": [await self.model(self.name)]}
 
-    async def model(self, request: HttpRequest) -> Response:
-        """GET /v1/models/NAME."""
-        self.check_name(request.path_params["name"])
-        return JSONResponse(self.model_object())
-
-    def model_object(self) -> dict[str, object]:
-        """The model as OpenAI describes one."""
-        return {"id": self.name, "object": "model", "created": 0, "owned_by": "nanosarathi"}
-
-    def check_name(self, name: str) -> None:
-        """Raise ApiError if this is no name of the model."""
+    async def model(self, name: str) -> dict[str, object]:
+        """GET /v1/models/NAME. Raises ApiError if the model has another name."""
         if name != self.name:
-            message = f"model: there is only {self.name}"
-            raise ApiError(404, message, "model", "model_not_found")
+            raise ApiError(404, f"model: there is only {self.name}", "model", "model_not_found")
+        return {"id": name, "object": "model", "created": 0, "owned_by": "nanosarathi"}
 
-    async def create(self, kind: type[RequestBody], request: HttpRequest) -> Response:
-        """POST /v1/completions or /v1/chat/completions: queue a request. Raises ApiError."""
-        try:
-            return await self._create(kind, request)
-        except asyncio.CancelledError as error:  # the server ends first
-            raise ApiError(503, SERVER_ENDS) from error
+    async def completions(self, body: CompletionBody) -> Answer:
+        """POST /v1/completions."""
+        return await self.create(body)
 
-    async def _create(self, kind: type[RequestBody], request: HttpRequest) -> Response:
-        arrival = self.engine.clock()
-        body = kind.read(await read_body(request, self.max_body))
-        if body.model is not None:
-            self.check_name(body.model)
-        # in another thread, because it may take long
-        prompts = await asyncio.to_thread(
-            encode_prompts, body, self.tokenizer, self.chat, self.max_len
-        )
+    async def chat_completions(self, body: ChatBody) -> Answer:
+        """POST /v1/chat/completions."""
+        return await self.create(body)
+
+    async def create(self, body: Body) -> Answer:
+        """Queue the requests of a body. Raises ApiError."""
+        arrival = self.thread.engine.clock()
+        await self.model(body.model or self.name)
+        service = body.model_dump(include={"priority", "ttft_slo", "tbt_slo", "user"})
         try:
-            requests, events = await self.thread.call(
-                self.thread.add,
-                self.choices(body, prompts),
-                arrival,
-                **body.model_dump(include={"priority", "ttft_slo", "tbt_slo", "user"}),
-            )
+            prompts = await run_in_threadpool(self.encode, body)
+            choices = self.choices(body, prompts)
+            requests, events = await self.thread.call(self.thread.add, choices, arrival, **service)
+        except QueueFull as error:
+            raise ApiError(429, str(error), None, "queue_full", {"Retry-After": "1"}) from error
         except ValueError as error:
-            raise body.refusal(error) from error
-        return CompletionResponse(self.thread, self.tokenizer, self.name, body, requests, events)
+            code = "context_length_exceeded" if isinstance(error, TooLong) else None
+            raise ApiError(400, str(error), code=code) from error
+        return Answer(self.thread, self.tokenizer, self.name, body, requests, events)
 
-    def choices(self, body: RequestBody, prompts: Sequence[list[int]]) -> list[Choice]:
+    def encode(self, body: Body) -> list[list[int]]:
+        """The tokens of the prompts, or of the messages. Raises ValueError."""
+        if isinstance(body, CompletionBody):
+            encode = self.tokenizer.encode
+            return [encode(each) if isinstance(each, str) else each for each in body.prompt]
+        assert isinstance(body, ChatBody)
+        try:  # a template is a program, and may raise anything
+            text = self.chat([message.for_template() for message in body.messages])
+        except Exception as error:
+            raise ValueError(f"messages: {error}") from error
+        encode = self.tokenizer.encode_chat or self.tokenizer.encode  # a template writes BOS itself
+        return [encode(text)]
+
+    def choices(self, body: Body, prompts: Sequence[list[int]]) -> list[Choice]:
         """The prompt and the sampling of each choice: answer i to a prompt has the seed + i.
 
-        Raises ApiError, and ValueError as SamplingParams."""
+        Raises ApiError if they are more than ever may wait, and ValueError as SamplingParams."""
+        config = self.thread.engine.config
+        count = len(prompts) * body.n
+        if config.max_waiting and count > config.max_waiting:
+            message = f"n: {count} answers, at most {config.max_waiting} requests may wait"
+            raise ApiError(400, message, "n")
+        token_ids = set() if body.ignore_eos else set(self.tokenizer.stop_token_ids)
+        special_tokens = self.tokenizer.special_tokens
+        token_ids.update(special_tokens[stop] for stop in body.stop if stop in special_tokens)
+        fields = body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
         params = replace(
             self.sampling,
-            stop_token_ids=self.stop_token_ids(body),
+            stop_token_ids=tuple(token_ids),
             logprobs=body.wants_logprobs,
-            **body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True),
+            **fields,
         )
         choices: list[Choice] = []
         for prompt in prompts:
-            max_new_tokens = body.limit or max(1, self.max_len - len(prompt))
+            limit = body.limit or max(1, self.thread.engine.scheduler.max_len - len(prompt))
             for i in range(body.n):
-                seed = body.seed + i
-                choices.append((prompt, replace(params, max_new_tokens=max_new_tokens, seed=seed)))
-            self.check_length(body, len(prompt), max_new_tokens)
+                choices.append((prompt, replace(params, max_new_tokens=limit, seed=body.seed + i)))
         return choices
 
-    def stop_token_ids(self, body: RequestBody) -> tuple[int, ...]:
-        """The tokens that end the text: the tokenizer's, and stop strings that are special tokens.
 
-        Raises ApiError for a special token within a stop string: it is no part of any text."""
-        special_tokens = self.tokenizer.special_tokens
-        token_ids = set() if body.ignore_eos else set(self.tokenizer.stop_token_ids)
-        for stop in body.stops:
-            if stop in special_tokens:
-                token_ids.add(special_tokens[stop])
-                continue
-            for token in special_tokens:
-                if token and token in stop:
-                    inside = f"{token} is a special token, and never in a text"
-                    message = f"stop={shorten(stop)}: {inside}: stop at it alone"
-                    raise ApiError(400, message, "stop")
-        return tuple(token_ids)
+def app_of(
+    api: Api, key: str | None = None, hosts: Sequence[str] = (), cors: Sequence[str] = ()
+) -> FastAPI:
+    """The ASGI application.
 
-    def check_length(self, body: RequestBody, prompt_len: int, max_new_tokens: int) -> None:
-        """Raise ApiError if prompt and output do not fit."""
-        if prompt_len + max_new_tokens <= self.max_len:
-            return
-        limit_is_wrong = body.limit_name in body.model_fields_set and prompt_len < self.max_len
-        total = f"{body.prompt_name} of {prompt_len} tokens + {body.limit_name}={max_new_tokens}"
-        message = f"{total}: must not exceed {self.max_len}"
-        param = body.limit_name if limit_is_wrong else body.prompt_name
-        raise ApiError(400, message, param, TOO_LONG)
-
-
-def encode_prompts(
-    body: RequestBody, tokenizer: Tokenizer, chat: Chat, max_len: int
-) -> list[list[int]]:
-    """The tokens of a request's prompts, or of its messages. Raises ApiError."""
-    encode = tokenizer.encode
-    prompts = body.prompts
-    if isinstance(body, ChatRequest):
-        encode = tokenizer.encode_chat or encode  # a template writes BOS itself
-        prompts = [make_chat(body, chat)]
-    encoded: list[list[int]] = []
-    for prompt in prompts:
-        if not isinstance(prompt, str):
-            encoded.append(prompt)
-            continue
-        fewest_tokens = tokenizer.fewest_tokens(prompt)
-        if fewest_tokens >= max_len:  # certainly, so it is not encoded
-            message = f"{body.prompt_name} of at least {fewest_tokens} tokens: must be below"
-            raise ApiError(400, f"{message} {max_len}", body.prompt_name, TOO_LONG)
-        try:
-            encoded.append(encode(prompt))
-        except ValueError as error:
-            message = f"{body.prompt_name}: cannot be encoded: {error}"
-            raise ApiError(400, message, body.prompt_name) from error
-    return encoded
+    Clients must send `key`. If there is none, they must call this server by one of `hosts`, or
+    locally: any web page can make its own name an address of this machine (DNS rebinding), but a
+    browser still sends that name. Web pages of the origins `cors` may call it."""
+    app = FastAPI(title="nanosarathi")
+    app.post("/v1/completions")(api.completions)
+    app.post("/v1/chat/completions")(api.chat_completions)
+    app.get("/v1/models")(api.models)
+    app.get("/v1/models/{name:path}")(api.model)
+    app.get("/health")(api.health)
+    app.get("/records/{place}")(api.records)
+    app.get("/")(api.page)
+    app.mount("/metrics", make_asgi_app(api.thread.metrics.registry))
+    app.exception_handler(RequestValidationError)(_reject)
+    app.exception_handler(HTTPException)(_explain)
+    if key:
+        app.add_middleware(Gate, key=key)
+    else:
+        allowed_hosts = [*LOCAL_HOSTS, *hosts]
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts, www_redirect=False)
+    if cors:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
 
 
-def make_chat(body: ChatRequest, chat: Chat) -> str:
-    """The prompt that is made of messages. Raises ApiError."""
-    try:
-        return chat(body.messages)
-    except ValueError as error:
-        message = str(error)  # names a field
-        if error.__cause__ is not None:  # the template raised it: the file is nobody's business
-            cause = error.__cause__
-            message = f"messages: no chat: {one_line(f'{type(cause).__name__}: {cause}')}"
-        raise ApiError(400, message, "messages") from error
+async def _reject(request: HttpRequest, error: RequestValidationError) -> Response:
+    """The response to a body with a wrong field: pydantic's first message, and its place."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"][1:]]
+    message = ": ".join([".".join(place), first["msg"]]) if place else first["msg"]
+    return error_response(ApiError(400, message, place[0] if place else None))
+
+
+async def _explain(request: HttpRequest, error: HTTPException) -> Response:
+    """The response to an ApiError, or to the router's 404 and 405."""
+    return error_response(error)

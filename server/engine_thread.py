@@ -2,12 +2,12 @@
 
 Only this thread touches the engine: a function that is passed to `call` runs in it, between two
 steps. It also makes the engine, because with OpenMP a thread is slow if another one used it before.
-Read first: engine.py. Read next: app.py."""
+Read first: engine.py. Read next: responses.py."""
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import median
 from typing import Any, ParamSpec, TypeVar
@@ -33,16 +33,12 @@ Choice = tuple[list[int], SamplingParams]  # a prompt, and how one answer to it 
 class EngineThread:
     """Steps the `engine` that `make_engine()` returns, and records and counts what it does.
 
-    `call` is for asyncio's thread, `answers` for any, all other methods for this one. With
-    `time_decodes` it first measures `idle_decode_s`, see idle_decode_seconds."""
+    `call` and `end` are for asyncio's thread, all other methods for this one."""
 
-    def __init__(self, make_engine: Callable[[], Engine], time_decodes: bool = False) -> None:
+    def __init__(self, make_engine: Callable[[], Engine]) -> None:
         self.executor = ThreadPoolExecutor(1, "engine")
         self.engine = self.executor.submit(make_engine).result()
-        self.idle_decode_s: float | None = None
-        if time_decodes:
-            timing = self.executor.submit(idle_decode_seconds, self.engine)
-            self.idle_decode_s = timing.result()
+        self.idle_decode_s = self.executor.submit(idle_decode_seconds, self.engine).result()
         self.metrics = Metrics(self.engine.schedulers)
         self.queues: dict[int, EventQueue] = {}  # request id -> where its events go
         self.loop: asyncio.AbstractEventLoop | None = None  # asyncio's, known after the first call
@@ -57,10 +53,9 @@ class EngineThread:
         self.loop = asyncio.get_running_loop()
         return await self.loop.run_in_executor(self.executor, partial(function, *args, **kwargs))
 
-    def answers(self, within_s: float) -> bool:
-        """Whether this thread does what it was told to do so far within so many seconds."""
-        nothing = self.executor.submit(lambda: None)
-        return bool(wait([nothing], within_s).done)
+    def end(self, request_id: int) -> None:
+        """Have a request ended between two steps, if it has not ended, and its pages freed."""
+        self.executor.submit(self._end, request_id)
 
     def add(
         self, choices: Iterable[Choice], arrival: float, **service: Any
@@ -72,9 +67,9 @@ class EngineThread:
             for prompt, params in choices:
                 request_id = self.engine.add_request(prompt, params, arrival, **service)
                 requests.append(self.engine.scheduler.requests[request_id])
-        except Exception:
+        except ValueError:
             for request in requests:
-                self._abort(request.id)
+                self.engine.abort(request.id)
             raise
         self.queues.update((request.id, events) for request in requests)
         if not self.stepping:
@@ -82,43 +77,37 @@ class EngineThread:
             self.executor.submit(self.step)
         return requests, events
 
-    def end(self, request_id: int) -> None:
-        """End a request, if it has not ended, and free its pages."""
-        self.queues.pop(request_id, None)
-        request = self._abort(request_id)
-        if request:
-            self.metrics.observe(request)
-
-    def _abort(self, request_id: int) -> Request | None:
-        """Engine.abort; None if the request has ended."""
-        if request_id not in self.engine.scheduler.requests:
-            return None
-        return self.engine.abort(request_id)
-
     def step(self) -> None:
         """Compute a batch, and have this called again if there is more work.
 
-        If that fails, all requests end: their clients are told."""
-        last = self.engine.last_iteration
-        messages: list[tuple[int, Event | None]] = []  # request id, and what its queue gets
+        If that fails, all requests end: their clients get an error."""
+        deliveries: list[tuple[EventQueue, Event | None]] = []
         try:
-            for event in self.engine.step():
-                messages.append((event.request.id, event))
+            events = self.engine.step()
+        except Exception:
+            log.exception("a step of the engine failed")
+            self.engine.reset()
+            deliveries = [(queue, None) for queue in self.queues.values()]
+            self.queues.clear()
+        else:
+            if self.engine.last_iteration:
+                self._record(self.engine.last_iteration)
+            for event in events:
                 self._keep_token(event)
+                if event.request.id in self.queues:
+                    deliveries.append((self.queues[event.request.id], event))
                 if event.finish_reason:
                     self.metrics.observe(event.request)
-        except BaseException:  # of any kind: no client may wait for ever
-            log.exception("a step of the engine failed")
-            messages = [(request_id, None) for request_id in self.queues]
-            self.engine.reset()
-        if self.engine.last_iteration and self.engine.last_iteration is not last:
-            self._record(self.engine.last_iteration)
-        deliveries = [(self.queues[i], event) for i, event in messages if i in self.queues]
         if self.loop is not None:
             self.loop.call_soon_threadsafe(_put_all, deliveries)
         self.stepping = self.engine.has_work
         if self.stepping:
             self.executor.submit(self.step)
+
+    def _end(self, request_id: int) -> None:
+        self.queues.pop(request_id, None)
+        if request_id in self.engine.scheduler.requests:
+            self.metrics.observe(self.engine.abort(request_id))
 
     def _keep_token(self, event: Event) -> None:
         self.outputs.setdefault(event.request.id, []).append(event.token)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from request import Request
 from scheduler import Scheduler
@@ -50,7 +50,3 @@ class Metrics:
             self.ttft.observe(request.ttft)
         for seconds in request.tbt:
             self.tbt.observe(seconds)
-
-    def text(self) -> bytes:
-        """All numbers, in Prometheus' format."""
-        return generate_latest(self.registry)

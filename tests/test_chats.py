@@ -4,10 +4,6 @@ import pytest
 
 from pretrained.chat import ChatTemplate
 from pretrained.tokenizers import load_chat
-from server.app import encode_prompts
-from server.protocol import ChatRequest
-from tests.servers import letters
-from tests.test_server_clients import refusal
 from tests.test_tokenizers import sentencepiece_directory
 
 PARTS = [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}]
@@ -91,14 +87,6 @@ def test_a_template_is_asked_to_begin_an_answer_and_may_refuse(tmp_path):
     assert chat(messages) == "go"
     with pytest.raises(ValueError, match="chat template: TemplateError: too long"):
         chat(messages * 2)
-
-
-def test_an_error_of_a_template_does_not_tell_where_the_checkpoint_is(tmp_path):
-    sentencepiece_directory(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no\\nchats') }}")
-    body = ChatRequest(model="x", messages=[{"role": "user", "content": "y"}])
-    refused = refusal(encode_prompts, body, letters, load_chat(tmp_path), 100)
-    assert refused == (400, "messages", "messages: no chat: TemplateError: no chats")
 
 
 def test_a_template_does_not_grow_with_those_before_it():

@@ -44,7 +44,7 @@ LAYOUT = {
 PARSERS = {
     "bench.py": parse,
     "sample.py": sample.app.parse_args,
-    "server": server.__main__.parse_args,
+    "server": server.__main__.app.parse_args,
     "exercises": exercises.__main__.parse_args,
     "examples.compare": compare.app.parse_args,
     "examples.ladder": ladder.app.parse_args,

@@ -499,7 +499,7 @@ def test_a_live_page_follows_an_engine(browser):
 
 
 def test_a_live_page_asks_for_the_key_and_sends_it_in_a_header_alone(browser):
-    with serving(api={"key": "sésame"}) as served:
+    with serving(key="sésame") as served:
         urls = []
         tab = browser.new_page()
         tab.on("request", lambda request: urls.append(request.url))
