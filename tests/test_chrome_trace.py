@@ -1,10 +1,8 @@
-"""The trace that the schedule page saves: of histories that were worked out by hand, and of runs
-in too little memory. What it says is read from the file, as Chrome's Trace Event Format."""
+"""The trace that the page saves, held against histories by hand and all that a run recorded."""
 
 import json
 import re
 from collections import defaultdict
-from functools import partial
 
 import pytest
 
@@ -12,7 +10,7 @@ from lab.measure.metrics import find_stalls
 from page.records import Recorder
 from tests.helpers import with_slow
 from tests.pages import LOADS, SLO_S, a_load, opened_runs, simulated
-from tests.test_metrics import a_completion, an_iteration, decode, prefill, three_requests
+from tests.test_metrics import a_completion, an_iteration, prefill, three_requests
 
 
 def recorded(completions, iterations):
@@ -108,11 +106,6 @@ def traced(browser, tmp_path, runs):
     return events, texts_of(slices)
 
 
-@pytest.fixture
-def trace(browser, tmp_path):
-    return partial(traced, browser, tmp_path)
-
-
 @pytest.fixture(scope="module")
 def two_runs(browser, tmp_path_factory):
     """The trace of three_requests, of which the last is aborted, beside that of a pipeline."""
@@ -163,62 +156,6 @@ def test_the_lane_of_a_request_shows_waiting_chunks_decodes_and_end(two_runs):
     ]
 
 
-def test_the_first_chunk_shows_the_cached_tokens(browser, tmp_path):
-    recorder = recorded(
-        [a_completion(0, 70, 0.0)],
-        [
-            an_iteration(1.0, 2.0, [prefill(0, 4, 64)]),
-            an_iteration(2.0, 3.0, [prefill(0, 2, 68)]),
-        ],
-    )
-    recorder.records[1]["pages"] = [[0, 0, 3, 4]]
-    with opened_runs(browser, tmp_path, {"vllm": recorder}) as tab:
-        events, slices = read(save(tab))
-    assert instants(events) == ["request 0: 64 tokens found in the cache 1"]
-    chunks = "waiting 0-1 | prefill chunk of 4 1-2 | prefill chunk of 2 2-3"
-    assert texts_of(slices)["vllm: requests", "request 0"] == chunks
-
-
-def test_decodes_in_a_row_are_one_slice(trace):
-    batches = [[prefill(0, 4)], *[[decode(0)]] * 998, [prefill(1, 4)], [decode(0)]]
-    iterations = [an_iteration(t, t + 1, batch) for t, batch in enumerate(batches)]
-    request = a_completion(0, 4, 0.0, "length", 0.0, [*range(1, 1000), 1001])
-    other = a_completion(1, 4, 999.0, "abort", 999.0, [1000])
-    events, lanes = trace({"vllm": ([request, other], iterations)})
-    expected = "prefill chunk of 4 0-1 | decodes 1-999 | stall, caused by 1 999-1001"
-    assert lanes["vllm: requests", "request 0"] == expected
-    assert next(e for e in events if e["name"] == "decodes")["args"] == {"tokens": 998}
-
-
-def test_a_request_aborted_while_preempted_ends_at_its_preemption(trace):
-    batches = [an_iteration(0, 1, [prefill(0, 4)]), an_iteration(2, 3, [], preempted=(0,))]
-    events, _ = trace({"vllm": ([a_completion(0, 4, 0.0, "abort", 0.0, [1.0])], batches)})
-    assert instants(events) == ["request 0: preempted 2", "request 0: aborted 2"]
-
-
-def test_the_engines_lane_shows_every_iteration_with_its_curves(two_runs):
-    events, lanes = two_runs
-    assert lanes["vllm: engine", "iterations"] == (
-        "prefill 0-1 | decode 1-1.25 | prefill 1.25-3.25 | decode 3.25-3.5 | hybrid 3.5-4 | "
-        "hybrid 4-4.75 | decode 4.75-5 | prefill 5-6 | decode 6-6.25"
-    )
-    _, iterations = three_requests()
-    counters = [e for e in events if e["ph"] == "C" and e["pid"] == events[0]["pid"]]
-    shown = {}
-    for iteration in iterations:
-        for e in counters:
-            if e["ts"] == 1e6 * iteration.start:
-                assert shown.get(e["name"]) != e["args"]  # it is there for a change
-                shown[e["name"]] = e["args"]
-        assert shown["tokens"] == {
-            "prefill": iteration.prefill_tokens,
-            "decode": iteration.decode_tokens,
-        }
-        assert shown["free pages"] == {"pages": iteration.free_pages}
-        assert shown["requests"] == {"running": iteration.running, "waiting": iteration.waiting}
-        assert not iteration.budget or shown["token budget"] == {"tokens": iteration.budget}
-
-
 def test_each_run_is_a_process_and_each_micro_batch_a_lane(two_runs):
     _, lanes = two_runs
     assert [*lanes][:5] == [
@@ -232,31 +169,6 @@ def test_each_run_is_a_process_and_each_micro_batch_a_lane(two_runs):
         ("orca: requests", "request 8"): "prefill chunk of 3 0.5-1",
         ("orca: requests", "request 9"): "waiting 0.75-1",
     }
-
-
-def test_a_run_without_iterations_is_still_a_trace(browser, tmp_path):
-    recorders = {"a": recorded([a_completion(0, 1, 3.0)], []), "b": recorded([], [])}
-    with opened_runs(browser, tmp_path, recorders, until="focused") as tab:
-        _, slices = read(save(tab))
-    lanes = ("a: engine", "iterations"), ("a: requests", "request 0"), ("b: engine", "iterations")
-    assert slices == {lane: [] for lane in lanes}
-
-
-def test_who_looks_late_sees_no_waiting_from_before_the_last_token(browser, tmp_path):
-    request = dict(arrival=0.0, prompt_len=4, pages=[], num_computed=0)
-    live = [
-        request | dict(id=0, output=2, times=[1.0, 5.0]),  # it was preempted
-        request | dict(id=1, output=0, times=[]),
-    ]
-    late = {"live": live, "settings": {"micro_batches": 1}}
-    (record,) = recorded([], [an_iteration(7.0, 8.0, [prefill(1, 4), prefill(0, 6)])]).records
-    show = "records => { for (const record of records) focused.run.apply(record); }"
-    with opened_runs(browser, tmp_path, {"a": recorded([], [])}, until="focused") as tab:
-        tab.evaluate(show, [late, record])
-        lanes = texts_of(read(save(tab))[1])
-    stall = "stall, caused by 1 5-8 | waiting 5-7 | prefill chunk of 6 7-8"
-    assert lanes["a: requests", "request 0"] == stall
-    assert lanes["a: requests", "request 1"] == "waiting 0-7 | prefill chunk of 4 7-8"
 
 
 RUNS = LOADS | {"sarathi-serve in a pipeline": dict(pages=80, pp=2)}
@@ -303,14 +215,3 @@ def test_a_trace_holds_all_that_happened_in_a_run(name, browser, tmp_path):
     stalled = {(s.request_id, s.end) for s in stalls}
     assert sum(row[-1] for row in events_of["decodes"]) == len(decodes - stalled)
     assert len(stalls) > 100
-
-
-@pytest.mark.slow
-def test_a_trace_of_500_requests_is_less_than_20_megabytes(browser, tmp_path):
-    _, recorder = simulated("sarathi-serve", pages=512, arrivals=a_load(500))
-    with opened_runs(browser, tmp_path, {"sarathi-serve": recorder}) as tab:
-        tab.focus("#save")
-        with tab.expect_download() as download:
-            tab.keyboard.press("Enter")
-        file = download.value.path()
-        assert len(read(file)[1]) == 501 and file.stat().st_size < 20e6

@@ -9,7 +9,7 @@ from config import EngineConfig, QueueFull, TooLong
 from engine import Engine
 from kv_cache import KVCache, kv_bytes_per_token
 from model import GPT, GPTConfig
-from runtime.memory import pages_that_fit, small_page_size
+from runtime.memory import check_memory, free_bytes, pages_that_fit, small_page_size
 from sampling import SamplingParams
 from tests.helpers import finish, tiny_model
 
@@ -43,6 +43,16 @@ def test_pages_that_fit_are_the_formula(let_be_free):
     let_be_free(10)
     with pytest.raises(ValueError):
         pages_that_fit(model, 2048, 16)
+
+
+def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
+    cpu = torch.device("cpu")
+    check_memory("little", 2**20, cpu)
+    with pytest.raises(ValueError):
+        check_memory("much", 10**18, cpu)
+    container = {"memory.max": "1000000", "memory.stat": "anon 400000\nfile 300000"}
+    monkeypatch.setattr("runtime.memory.Path.read_text", lambda path: container[path.name])
+    assert free_bytes(cpu) == 600000
 
 
 def test_small_pages_are_those_that_attention_reads_fastest():

@@ -25,7 +25,7 @@ NOT_RUN = {  # what a command holds -> why no test runs it
     "-m examples.compare ": "needs other engines",
     "-m tests.beside ": "needs other engines",
     "-m examples.fit_device ": "needs times of a GPU",
-    "-m examples.server_overhead ": "takes minutes: test_environment.py measures less",
+    "-m examples.server_overhead ": "takes minutes",
 }
 SMOLLM2 = SHORT_NAMES["smollm2"]
 MODEL = "--preset llama-tiny --device cpu --dtype float32"

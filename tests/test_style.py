@@ -1,4 +1,4 @@
-"""Which packages the files of this repository need."""
+"""The packages that files import, held against the files of requirements."""
 
 import ast
 import re

@@ -1,21 +1,18 @@
-"""Pictures of runs that were worked out by hand, and what is drawn in them."""
+"""Pictures, held against histories that were worked out by hand: bars, points, colours."""
 
-from colorsys import rgb_to_hls
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import to_hex
 
 from lab.claims.table import Table
 from lab.measure.capacity import Bounded
 from lab.pictures import style
-from lab.pictures.bars import Beside, plot_bars, plot_beside_published
+from lab.pictures.bars import Beside, plot_beside_published
 from lab.pictures.panels import Mark, plot_panels
 from lab.pictures.style import DECODE, HYBRID, OVER, POLICY_COLORS, PREFILL, WAITING
 from lab.pictures.timelines import plot_capacity, plot_serving, plot_timelines
-from policies import ALL_POLICIES
 from policies.observers import Iteration
 from request import Request
 from tests.test_metrics import a_completion, an_iteration, decode, prefill
@@ -99,34 +96,6 @@ def file(tmp_path):
     assert is_png(path)
 
 
-def test_every_policy_has_a_colour_of_its_own_whoever_else_is_drawn():
-    colors = style.policy_colors([*ALL_POLICIES, "mine", "yours"])
-    pairs = [map(to_rgb, pair) for pair in combinations(colors.values(), 2)]
-    assert min(np.linalg.norm(np.subtract(a, b)) for a, b in pairs) > 0.1
-    for color in colors.values():
-        hue, _, saturation = rgb_to_hls(*to_rgb(color))
-        assert saturation == 0 or 20 < hue * 360 < 330, color  # red is a stall
-    assert style.policy_colors(["yours", "vllm"])["vllm"] == colors["vllm"] == POLICY_COLORS["vllm"]
-    runs = [f"run {i}" for i in range(20)]  # more than colours
-    runs += [f"{policy}, pages of {size}" for policy in ("vllm", "dynamic") for size in (16, 64)]
-    assert len({*style.policy_colors(runs).values()}) == len(runs)
-
-
-def test_one_colour_has_one_meaning():
-    names = ["sarathi:64", "sarathi:128", "orca", "ffn_ln1", "attention", "context 512", "ridge"]
-    colors = style.name_colors([*names, "decode: attention"])
-    assert len({colors[name] for name in names}) == len(names)
-    assert colors["orca"] == POLICY_COLORS["orca"]
-    assert colors["decode: attention"] == colors["attention"]  # dashed
-    assert style.name_colors(["sarathi:128"]) == {"sarathi:128": POLICY_COLORS["sarathi"]}
-
-
-def test_numbers_have_three_digits():
-    written = [style.three_digits(value) for value in (None, 0, 0.5, 12.345, 123.4, 999.9, 12345)]
-    assert written == ["none", "0", "0.500", "12.3", "123", "1,000", "12,345"]
-    assert (style.three_digits(7), style.short(Bounded(3.5, "below"), ".1fx")) == ("7", "< 3.5x")
-
-
 def test_timelines_have_lanes_and_the_tokens_of_each_batch_to_scale(file):
     hybrid = an_iteration(2.0, 4.0, [decode(0), prefill(1, 3)])
     other = History(served(1.0, 2.0, 4.0), [*a_run().iterations[:2], hybrid])
@@ -145,20 +114,6 @@ def test_timelines_have_lanes_and_the_tokens_of_each_batch_to_scale(file):
     assert (tokens.patches[2].get_x(), tokens.patches[2].get_width()) == (2, 4)
     assert colors_of(tokens.patches) == [PREFILL, DECODE, PREFILL, DECODE, DECODE]
     assert colors_of(other_tokens.patches) == [PREFILL, DECODE, HYBRID]
-
-
-def test_the_color_of_a_gap_depends_only_on_the_anchor(file):
-    def colors(anchor_s):
-        axis = plot_timelines({"vllm": a_run()}, MACHINE, file, anchor_s).axes[0]
-        return [color for *_, color in bars_of(axis)]
-
-    short, long, chunk, waits, *rest = colors(5.0)  # gaps of 1, 5, 1 and 1 s
-    assert [chunk, waits, *rest] == [PREFILL, WAITING, short, short, PREFILL]
-    assert OVER not in (short, long) and short != long
-    assert colors(4.99)[1] == OVER and colors(50.0)[:2] == [DECODE, DECODE]  # up to a tenth
-    *_, bar = plot_timelines({"vllm": History([], [])}, MACHINE, file, 5.0).axes
-    assert bar.get_xlabel() == "time between tokens in s; red: more than 10 decode iterations"
-    assert bar.get_xticklabels()[-1].get_text() == "5.00" and bar.get_xlim()[1] == 5
 
 
 LATENCIES = [  # what is drawn of a run: its axis, the steps of its curve, and its P99
@@ -182,21 +137,6 @@ def test_serving_draws_the_latencies_of_each_run(file):
     assert [axis.get_title(loc="left") for axis in lanes_of(figure)] == ["vllm", "orca"]
 
 
-@pytest.mark.parametrize(
-    "first, window, ids",
-    [
-        ([1.0, 1.5, 2.0, 100.0], (0, 198), [["0"], ["0"]]),
-        ([1.0, 2.0], (18.5, 26.0), [[], ["0"]]),
-    ],
-)
-def test_serving_shows_the_time_around_the_longest_gap_of_all(first, window, ids, file):
-    other = served(20.0, 21.0, 23.5, 24.0)
-    runs = {"vllm": History(served(*first), []), "orca": History(other, [])}
-    lanes = lanes_of(plot_serving(runs, MACHINE, file, 3.0))
-    assert [axis.get_xlim() for axis in lanes] == [near(window)] * 2
-    assert [labels(axis) for axis in lanes] == ids
-
-
 def test_a_preempted_request_has_its_new_prefill_in_the_gap_that_it_makes(file):
     iterations = [an_iteration(0.5, 1, [prefill(0, 4)]), an_iteration(5, 6, [prefill(0, 6)])]
     run = History(served(1.0, 2.0, 6.0), iterations)
@@ -215,31 +155,6 @@ def point(qps, p99_tbt_s, p50_delay_s=0.1, met=True):
 def search(points, capacity_qps, busy=False):
     """What a search found."""
     return dict(points=points, capacity_qps=capacity_qps, busy=busy)
-
-
-CHUNK = an_iteration(1.0, 2.0, [prefill(0, 4)])
-ONCE = [an_iteration(1.0, 1.0, [prefill(0, 4)]), an_iteration(1.0, 1.0, [decode(0)])]
-LITTLE = {
-    "nothing": History([], []),
-    "waits": History([a_completion(1, 4, 1.0, "abort"), a_completion(0, 4, 1.0)], []),
-    "one token": History(served(2.0), [CHUNK]),
-    "no time passes": History(served(1.0, 2.0, 2.0, 3.0), ONCE),
-}
-
-
-@pytest.mark.parametrize("name", LITTLE)
-@pytest.mark.filterwarnings("error")
-def test_serving_draws_runs_in_which_little_happened(name, file):
-    figure = plot_serving({"vllm": LITTLE[name], "orca": a_run()}, MACHINE, file, slo_s=0.1)
-    for lanes in lanes_of(figure):
-        assert all(color[3] == 1 for bars in lanes.collections for color in bars.get_facecolors())
-    plot_serving({"vllm": LITTLE[name]}, MACHINE, file, slo_s=1.0)
-
-
-@pytest.mark.parametrize("tried", [[], [point(1, None, None)], [point(1, 0.0, 0.0)]])
-@pytest.mark.filterwarnings("error")
-def test_searches_that_found_little_are_drawn(tried, file):
-    plot_capacity({"vllm": search(tried, Bounded(1))}, MACHINE, file, 0.2)
 
 
 def test_capacity_draws_a_bar_and_its_number_and_a_point_for_each_rate(file):
@@ -282,40 +197,6 @@ def test_published_numbers_are_hollow_markers_beside_bars(file):
     assert texts(gain) == ["2.00 ◇2.10", "≥ 3.50 ◇1.00", "1.00", "◇2.50"]
 
 
-def test_panels_of_other_rows_stand_below_each_other(file):
-    panels = {"gain": GAINS, "loss": {"others": Beside(1.0, 2.0)}}
-    axes = plot_beside_published(panels, "T4", file).axes
-    assert [labels(axis) for axis in axes] == [list(GAINS), ["others"]]
-
-
-def test_bars_that_differ_much_are_dots_on_a_log_axis(file):
-    rows = {"short": Beside(0.1, None), "long": Beside(9, None)}
-    (axis,) = plot_beside_published({"s": rows}, "T4", file).axes
-    assert axis.get_xscale() == "log" and not axis.patches
-    assert [points(line) for line in axis.lines] == [[(0.1, 0)], [(9, 1)]]
-
-
-def test_each_panel_of_bars_has_its_names_and_numbers(file):
-    first, _ = plot_bars({"a": {"x": 3, "y": 1.5}, "b": {"x": 9, "y": 9}}, "", file).axes
-    assert texts(first) == ["3", "1.50"] and labels(first) == ["x", "y"]
-
-
-def spans(bars):
-    """Where bars begin, and how long they are."""
-    return [(bar.get_x(), bar.get_width()) for bar in bars]
-
-
-def test_few_numbers_are_bars_with_the_papers_beside_them(file):
-    few = Table("few", x="context", y="gain", lines={"vllm": {1: 2.0}, "orca": {1: None, 2: 3.0}})
-    figure = plot_panels([few], "S", file, marks=[[Mark("orca", 2, 2.5)]], source="S: A6000")
-    (bars,) = figure.axes
-    assert figure.get_suptitle() == "S\nhollow: published, S: A6000"
-    rows = [(bar.get_width(), bar.get_y() + bar.get_height() / 2) for bar in bars.patches]
-    assert rows == [(2, near(-0.2)), (3, near(1.2))]  # a bar for each name beside each context
-    assert labels(bars) == ["1", "2"] and texts(bars)[-1] == "3.00x ◇2.50x"
-    assert texts(figure.subfigs[0].legends[0]) == ["vllm", "orca", "published"]
-
-
 def test_many_numbers_are_a_line_with_gaps_and_the_papers_are_hollow(file):
     many = Table("many", x="tokens", y="share", spec=".0%")
     for x in range(1, 6):
@@ -326,22 +207,3 @@ def test_many_numbers_are_a_line_with_gaps_and_the_papers_are_hollow(file):
     assert points(line) == [(x, near(0.1 * x)) for x in range(1, 6)]
     assert np.isnan(papers.get_ydata()[1])
     assert points(mark) == [(5, 0.4)] and mark.get_marker() == "v"
-
-
-def test_parts_are_stacked_and_steps_are_lanes(file):
-    stacked = Table(form="stacked", lines={"preproj": {1: 2.0, 2: 4.0}, "other": {1: 1.0, 2: 5.0}})
-    steps = Table(form="steps", lines={"here": {1: 1.0, 2: 9.0}, "the post's": {1: 2.0}})
-    stack, lanes = plot_panels([stacked, steps], "S", file).axes
-    assert spans(stack.patches) == [(0, 2), (2, 1), (0, 4), (4, 5)]
-    assert texts(stack) == ["3.00", "9.00"]
-    assert spans(lanes.patches) == [(0, 1), (1, 9), (0, 2)]
-    assert colors_of(lanes.patches)[1:] == [OVER, "#ffffff"]  # the post's is hollow
-    assert texts(lanes) == ["longest 9.00", "longest 2.00"]
-
-
-def test_a_line_ends_at_the_last_tick_of_its_panel(file):
-    table = Table("", x="tokens", y="ms", log="x", ticks=(1, 128))
-    for tokens in (1, 64, 128, 129, 1024):
-        table.add(tokens, {"iteration": float(tokens)})
-    (axis,) = plot_panels([table], "S-F7", file).axes
-    assert list(axis.lines[0].get_xdata()) == [1, 64, 128]
