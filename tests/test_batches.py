@@ -1,25 +1,17 @@
-"""Batches as a text, and how long they take by operation. No timing is asserted here."""
-
-import json
-from argparse import ArgumentTypeError
+"""Times of batches, held against laws in place of the stopwatch and sums by hand."""
 
 import pytest
 import torch
 
-import bench
-from lab.commands import batches as command
-from lab.commands.batches import named_sequence
 from lab.measure import batch_times, timing
 from lab.measure.batch_times import (
     PARTS,
     PRODUCTS,
     BatchTime,
     TimedChunk,
-    add_up,
     chunks_of,
     decodes,
     intensities,
-    keep_layers,
     prompts,
     spans_of,
     time_batches,
@@ -30,21 +22,6 @@ from runtime.runner import Runner
 from tests.helpers import machine_info, tiny_model
 
 MACHINE = machine_info(flops_per_s=1e9, bytes_per_s=1e6)
-TEXTS = {  # and the batches of each, with (tokens, the length where they end)
-    "512": [[(512, 512)]],
-    "1@1024": [[(1, 1024)]],
-    "3x1@9": [[(1, 9)] * 3],
-    "10/4": [[(4, 4)], [(4, 8)], [(2, 10)]],
-    "8@20/4": [[(4, 16)], [(4, 20)]],
-    "2*3": [[(3, 3)], [(3, 3)]],
-    "5@8 + 2x1@7": [[(5, 8), (1, 7), (1, 7)]],
-    "4/2 + 1@9, 7": [[(2, 2), (1, 9)], [(2, 4), (1, 9)], [(7, 7)]],
-    "2 * 4/2, 3x1@6": [[(2, 2)], [(2, 4)], [(2, 2)], [(2, 4)], [(1, 6)] * 3],
-    "4@10/3": [[(3, 9)], [(1, 10)]],
-    "2x6/3": [[(3, 3)] * 2, [(3, 6)] * 2],
-}
-WRONG = ["", "a", "0", "4@3", "1@0", "2x", "x2", "4/0", "0x4", "4,", "4+", "-1 * 4", "a=", "4.5"]
-WRONG += ["0 * 4", "99999999999", "2 * 2 * 4"]
 
 
 @pytest.fixture(autouse=True)
@@ -59,23 +36,6 @@ def batch_of(*chunks):
 
 
 TWO = {"a": batch_of((5, 9), (1, 7)), "b": batch_of((1, 3))}
-
-
-@pytest.mark.parametrize("text, batches", TEXTS.items())
-def test_a_text_says_which_batches(text, batches):
-    expected = [tuple(batch) for batch in batches]
-    assert named_sequence(text) == (text, expected)
-    assert named_sequence(f"a name={text}") == ("a name", expected)
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_a_text_that_is_no_batch_is_refused(text, capsys):
-    with pytest.raises(ArgumentTypeError, match="must be like 6x1@1024 or 2048/256"):
-        named_sequence(text)
-    with pytest.raises(SystemExit):
-        bench.parse_args(["batches", "--", text])
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "must be" in err
 
 
 def test_each_request_of_a_batch_has_a_page_of_its_own():
@@ -227,73 +187,3 @@ def test_batches_that_follow_each_other_are_added_up(monkeypatch):
     assert chunked.tokens_per_ms == pytest.approx(16 / 3)
     assert (three.attention_ms, three.tokens, three.busy) == (31, 14, False)
     assert three.spread == 0.1 and three.launch_ms is None
-
-
-def test_the_table_of_a_gpu_tells_launches_from_kernels(capsys):
-    """That of a CPU has no such columns: it computes what it launches."""
-    model = tiny_model()
-    bound = [batch_time(7.0, launch_ms=6.5, device_ms=2.25)] * 2
-    quick = [batch_time(9.0, launch_ms=6.0, device_ms=8.0, busy=True)] * 2
-    rows = {"6x1@8": add_up(model, [decodes(6, 8)] * 2, bound)}
-    rows["16/8"] = add_up(model, chunks_of(16, 8), quick)
-    command.print_batches(rows)
-    text = capsys.readouterr().out
-    assert "launch | device |" in text and "|  13.00 |   4.50 |" in text
-    assert "bound by launches, not by the device: 6x1@8\n" in text and "| 16/8 (busy) " in text
-    command.print_batches({"8": add_up(model, [prompts(1, 8)], [batch_time(9.0)])})
-    assert "launch" not in capsys.readouterr().out
-
-
-@pytest.fixture
-def run(tmp_path, capsys):
-    """A function that runs the command: (the rows that it writes, and what it prints)."""
-
-    def run_command(*argv):
-        file = tmp_path / "report.json"
-        options = ["--preset", "llama-tiny", "--device", "cpu", "--json", str(file)]
-        bench.main(["batches", *argv, *options])
-        return json.loads(file.read_text("utf-8"))["batches"], capsys.readouterr().out
-
-    return run_command
-
-
-@pytest.mark.parametrize("layers", [1, 3, None])
-def test_as_many_layers_are_timed_as_are_asked_for(layers, run, monkeypatch):
-    runners = []
-    real = batch_times.time_batches
-
-    def time_batches(runner, *args, **settings):
-        runners.append(runner)
-        return real(runner, *args, **settings)
-
-    monkeypatch.setattr(batch_times, "time_batches", time_batches)
-    words = ["--layers", str(layers)] if layers else []
-    rows, text = run("4@8 + 1@8", "three=3x1@9", "--repeats", "2", *words)
-    (runner,) = runners
-    assert len(runner.model.blocks) == (layers or GPTConfig.preset("llama-tiny").n_layer)
-    assert (runner.cache.pages, runner.cache.max_len) == (3, 9)
-    assert (f"cut to --layers {layers}" in text) == bool(layers)
-    row = rows["4@8 + 1@8"]
-    assert row["total_ms"] > 0 and all(row[f"{name}_ms"] > 0 for name in timing.LINEAR)
-    assert set(row["intensity"]) >= set(timing.LINEAR) and text.count("\n| 4@8 + 1@8 ") == 1
-    assert list(rows) == ["4@8 + 1@8", "three"]
-    heads = text.partition("| ms ")[2].partition("\n")[0].split()
-    assert {*timing.LINEAR, "attention", "limit", "other", "total"} <= set(heads)
-
-
-def test_a_name_has_one_meaning(capsys):
-    with pytest.raises(SystemExit):
-        bench.parse_args(["batches", "a=512", "b=3", "a=1@512"])
-    assert "batches: 3 have 2 names, a, b" in capsys.readouterr().err
-
-
-def test_layers_of_a_model_that_is_compiled_are_refused():
-    model = tiny_model()
-    model.compiled = True
-    with pytest.raises(ValueError, match="^--layers: does not go with --compile, --tp, --pp$"):
-        keep_layers(model, 1, seed=0)
-
-
-def test_a_batch_that_is_too_long_is_refused_by_its_length():
-    with pytest.raises(ValueError, match="^batch-length 1025: this model is limited to 1024"):
-        bench.main(["batches", "1@1025", "--preset", "gpt2"])
