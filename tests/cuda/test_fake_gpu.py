@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from tests.cuda.fake_gpu import BLOCK_BYTES, FakeGPU
-
 pytestmark = pytest.mark.cuda_build
 
 
@@ -58,43 +56,6 @@ def test_what_does_not_wait_is_not_taken_for_a_wait(gpu):
     assert gpu.waits == []
 
 
-def test_memory_is_counted_until_it_is_freed(gpu):
-    x = on_gpu(1000, 1000)
-    blocks = -(-4_000_000 // BLOCK_BYTES) * BLOCK_BYTES
-    assert gpu.allocated_bytes == blocks
-    y = x[None] + 1
-    view = y[0]
-    assert gpu.allocated_bytes == gpu.peak_bytes == 2 * blocks
-    del x, y
-    assert gpu.allocated_bytes == blocks
-    del view
-    assert gpu.allocated_bytes == 0
-    assert gpu.peak_bytes == 2 * blocks
-    assert torch.cuda.mem_get_info() == (gpu.total_bytes, gpu.total_bytes)
-
-
-def test_mixed_devices_are_refused(gpu):
-    with pytest.raises(RuntimeError, match="two devices, cuda:0 and cpu"):
-        on_gpu(3) + torch.ones(3)
-
-
-def test_kernels_are_counted_and_views_are_not(gpu):
-    x = on_gpu(4, 6)
-    gpu.kernels.clear()
-    x.view(2, 12)[:1].transpose(0, 1).unsqueeze(0)
-    assert gpu.kernels.total() == 0
-    torch.addmm(x[:, :1].add(1), x, x.t()[:, :1])
-    assert gpu.kernels == {"add": 1, "addmm": 1}
-
-
-def test_the_pretended_gpu_is_gone_after_the_context():
-    functions = (torch.cuda.is_available, torch.tensor, torch.nn.Module._apply)
-    with FakeGPU().plugged_in():
-        assert torch.cuda.is_available()
-        assert on_gpu(1).is_cuda
-    assert functions == (torch.cuda.is_available, torch.tensor, torch.nn.Module._apply)
-
-
 def test_a_graph_is_one_launch_and_must_not_wait(gpu):
     x = on_gpu(3)
     graph = torch.cuda.CUDAGraph()
@@ -107,16 +68,3 @@ def test_a_graph_is_one_launch_and_must_not_wait(gpu):
     assert gpu.kernels == {"cuda_graph": 1}
     with pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(graph):
         x.tolist()
-
-
-def test_triton_compiles_for_each_constant_and_each_kind_of_number(gpu):
-    from xformers.ops.fmha import triton_splitk
-
-    kernel = triton_splitk.FwOp.get_kernel()[(1,)]
-    x = on_gpu(3)
-    for stride, page_size in ((1, 64), (16, 64), (32, 64), (3, 64), (7, 64), (3, 128)):
-        kernel(x, x, x, stride_qz=stride, PAGE_SIZE=page_size)
-    assert len(gpu.compiled) == 4
-    assert gpu.kernels["split_k"] == 6
-    with pytest.raises(RuntimeError, match="Q is on cpu"):
-        kernel(torch.ones(3))
