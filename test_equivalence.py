@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention.plan import staircase
-from attention.sdpa import SDPA, read
 from engine import Engine
 from examples import nano
 from kv_cache import slot_mapping
-from model import GPT, FlatBatch, GPTConfig, rope_table
+from model import GPT, FlatBatch, GPTConfig
 from policies import POLICIES
 from request import lone_chunk
 from runtime import runner
@@ -142,12 +141,6 @@ def test_chunks_in_pages_equal_full_prefill(model, n, page_size, scattered, posi
     full = prefill(model, tokens)
     for chunk in {9, page_size, page_size + 1, n - 1}:
         close(prefill(model, tokens, chunk, page_size, scattered, position_major), full)
-
-
-def test_rows_go_through_a_layer_in_pieces_without_a_trace():
-    model = tiny_model(max_positions=2048)
-    tokens = tokens_of(model, 1500)  # more than one piece on a CPU
-    close(prefill(model, tokens), prefill(model, tokens, 700))
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 70])
@@ -291,20 +284,6 @@ def served(engine, requests):
     return batches, outputs
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bits_lose_no_more_than_rounding(model, dtype):
-    rounded = in_dtype(in_dtype(model, dtype), torch.float64)
-    for p in rounded.parameters():  # the softmax of a small model is so sharp that rounding shows
-        p.copy_(p / 10 if p.ndim > 1 else p)
-    tokens = tokens_of(model, 150)
-    small = in_dtype(rounded, dtype)
-    expected = prefill(rounded, tokens)
-    for chunk in (1, 7, 129, 150):
-        got = prefill(small, tokens, chunk).double()
-        assert (got - expected).abs().max() < 0.05 * expected.abs().max()
-    assert rope_table(model.config, 9, "cpu", dtype).dtype == torch.float32
-
-
 # pages
 
 
@@ -321,21 +300,6 @@ def test_slots_and_pages_are_the_formula_token_by_token(data, page_size):
     assert (span.length, span.end) == (len(expected), end)
     used = [page for i, page in enumerate(pages) if i * page_size < end]
     assert span.used_pages(page_size) == used
-
-
-def test_pages_that_follow_each_other_are_read_in_place():
-    model = tiny_model(n_kv_head=2)
-    cache = poisoned_cache(model, 8, page_size=4, max_len=32)
-    cache.data.normal_()
-    keys, _ = cache.layer(1)
-    backend = SDPA(model.config, cache)
-    for table in ([2, 3, 4], [7], [0], [3, 4, 5, 6], [5, 1, 6], [1, 0], [3, 4, 6], [4, 3, 5]):
-        count = 4 * len(table) - 1
-        span = a_span([*table, 0], count - 1, 1)  # page 0 is not read
-        k = read(keys, backend.slots(span, count))
-        assert torch.equal(k, keys[:, slot_mapping(table, 4, 0, count)])
-        in_place = k.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
-        assert in_place == (table == list(range(table[0], table[-1] + 1)))
 
 
 # the mask

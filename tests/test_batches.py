@@ -5,7 +5,6 @@ import torch
 
 from lab.measure import batch_times, timing
 from lab.measure.batch_times import (
-    PARTS,
     PRODUCTS,
     BatchTime,
     TimedChunk,
@@ -76,68 +75,6 @@ def test_parts_of_an_iteration_add_up(monkeypatch):
         assert not time.launch_bound
     stopwatch(monkeypatch, lambda key: 1 + (key[1] == "ffn_ln1"), spread=0.21)
     assert all(time.busy and time.other_ms == 0 for time in time_two().values())
-
-
-@pytest.mark.parametrize("head", [False, True])
-def test_on_a_gpu_the_whole_is_what_one_waits_for_and_the_parts_are_its_own_times(
-    monkeypatch, head
-):
-    """A part that waits for launches could be longer than the whole. A launch is computed as the
-    batch is, and not waited for: `greedy`, which waits, is not called."""
-    device_ms = {"attention": 20.0, "launch": 70.0}
-    logits = []  # how many, of each batch
-    timed = set()
-
-    def launch_timings(launches, device):
-        with monkeypatch.context() as patch:
-            patch.setattr(Runner, "greedy", None)
-            results = {key: launch() for key, launch in launches.items()}
-        logits.extend(len(result) for (_, part), result in results.items() if part == "launch")
-        return {key: timing.LaunchTiming(500.0, device_ms.get(key[1], 8.0)) for key in launches}
-
-    monkeypatch.setattr(timing, "launch_timings", launch_timings)
-    stopwatch(monkeypatch, lambda key: 100.0, at=lambda key, run: timed.add(key[1]))
-    time = time_two(head=head)["a"]
-    assert logits == ([2, 1] if head else [0, 0])
-    assert timed == {"total"}
-    assert (time.total_ms, time.attention_ms, time.preproj_ms) == (100.0, 20.0, 8.0)
-    assert time.products_ms == 5 * 8.0 and time.other_ms == 100 - 40 - 20
-    assert (time.launch_ms, time.device_ms, time.launch_bound) == (500.0, 70.0, True)
-
-
-@pytest.mark.parametrize("head", [False, True])
-def test_each_operation_is_timed_on_the_rows_of_the_batch_right_before_the_whole(monkeypatch, head):
-    """The head has the rows of the chunks, if it is timed. Another batch, maybe of seconds, does
-    not slow a batch down."""
-    shapes = {}  # of the products in each variant, in the order of time
-    linear = torch.nn.functional.linear
-
-    def note_shapes(key, run):
-        shapes[key] = []
-
-        def spy(x, weight, *bias):
-            shapes[key].append((len(x), *weight.shape))
-            return linear(x, weight, *bias)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.nn.functional, "linear", spy)
-            run()
-
-    stopwatch(monkeypatch, at=note_shapes)
-    model = tiny_model()
-    time_two({"a": batch_of((5, 9), (1, 7), (1, 3)), "b": batch_of((1, 3))}, head=head)
-    vocabulary = [(3, model.config.vocab_size, model.config.n_embd)] if head else []
-    assert shapes["a", "head"] == vocabulary
-    layers = [(7, *layer.weight.shape) for layer in timing.linear_layers(model)]
-    linear_shapes = [shape for shape in shapes["a", "total"] if shape[0]]
-    assert linear_shapes == layers + vocabulary
-    for i, name in enumerate(timing.LINEAR):
-        assert shapes["a", name] == layers[i::4]
-    assert not shapes["a", "attention"]
-    order = list(shapes)
-    count = len(order) // 2
-    assert order[count - 1] == ("a", "total") and order[-1] == ("b", "total")
-    assert {part for name, part in order[:count] if name == "a"} == {"total", *PARTS}
 
 
 def test_intensity_is_flops_over_all_that_is_moved_once():

@@ -7,7 +7,7 @@ import torch
 
 from engine import Engine, QueueFull
 from model import GPT
-from pretrained.tokenizers import Tokenizer, byte_tokenizer
+from pretrained.tokenizers import Tokenizer
 from request import lone_chunk
 from sampling import SamplingParams
 from tests.helpers import alone, finish, named, poison, poisoned_cache, run, tiny_model
@@ -105,13 +105,6 @@ def test_text_in_text_out():
     assert make_engine().generate([[1]], SamplingParams(1))[0].text is None
 
 
-def test_text_of_a_prompt_that_ends_within_a_character(monkeypatch):
-    engine = make_engine(model=tiny_model(vocab_size=256), tokenizer=byte_tokenizer())
-    monkeypatch.setattr("runtime.runner.sample", lambda *_: (torch.tensor([0xA9]), None))
-    assert engine.generate([[0xC3]], SamplingParams(1))[0].text == "é"
-    assert engine.generate([[0x61]], SamplingParams(1))[0].text == "\ufffd"
-
-
 TEXTS = ["once", "a", "stop here"]
 LETTERS = Tokenizer(lambda text: [ord(c) % 61 for c in text], lambda ids: "".join(map(chr, ids)))
 
@@ -150,22 +143,6 @@ def raise_memory_error(*_):
 
 
 # requests
-
-
-def test_a_request_may_bring_its_id():
-    engine = make_engine()
-
-    def add(request_id=None):
-        return engine.add_request([1], SamplingParams(2), request_id=request_id)
-
-    assert [add(), add(7), add(), add(3), add()] == [0, 7, 8, 3, 9]
-    for taken in (7, 8):
-        with pytest.raises(ValueError):
-            add(taken)
-    assert add() == 10  # what was refused took no number
-    assert len(engine.scheduler.requests) == 6
-    assert {event.request.id for event in finish(engine)} == {0, 7, 8, 3, 9, 10}
-    assert [add(7), add()] == [7, 11]  # it has ended
 
 
 def test_generate_serves_nobody_else():

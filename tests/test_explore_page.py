@@ -69,34 +69,6 @@ def test_bench_page_and_exercise_count_the_same_stalls(open_explored, show, tmp_
     assert [report[policy]["stalls"]["over_slo"] for policy in POLICIES] == expected
 
 
-def test_explore_has_a_run_for_every_button(open_explored):
-    tab = open_explored()
-    choices = tab.evaluate("data.choices")
-    assert choices["policy"][0] == "ShortestFirst" and len(choices["load"]) == 9
-    found = tab.evaluate(
-        """async () => { const names = [];
-            for (const policy of data.choices.policy)
-            for (const chunk of data.choices.chunk)
-            for (const load of data.choices.load) {
-                await choose({policy, chunk, load, beside: "nothing"});
-                names.push([policy, chunk, load, panes[0].run.name.split(" | ")]);
-            } return names; }"""
-    )
-    assert len({tuple(name) for *_, name in found}) == len(tab.evaluate("data.runs"))
-    for policy, chunk, load, name in found:
-        if policy in explore.REMEDIES:
-            load = explore.LONG_AMONG_SHORT
-        if policy == explore.POOLS_NAME:
-            load = explore.TWO_GPUS
-        assert name in ([policy, chunk, load], [policy, "*", load])
-    tab.evaluate("choose({policy: 'ppas', beside: 'interval'})")  # it chooses the load, too
-    assert tab.get_attribute("[data-label='one long among short']", "aria-pressed") == "true"
-    assert len(shown_runs(tab)) == 2
-    tab.evaluate("choose({load: 'steady'})")  # of which neither has a run
-    assert shown_runs(tab) == ["ShortestFirst | 1024 | steady"]
-    assert tab.is_hidden("[data-label='ppas']")
-
-
 def test_the_costs_of_explore_are_those_of_decodes_and_a_chunk_alone_and_together():
     cost = CostModel.named(explore.MODEL)
     decodes_s = cost.seconds([(0, 1024, 1)] * 32)

@@ -1,7 +1,6 @@
 """The model of the iteration time, held against laws that are written here."""
 
 import itertools
-import math
 import random
 
 import pytest
@@ -105,25 +104,6 @@ def test_after_thirty_iterations_the_prediction_is_better_than_the_noise(profile
 
 
 @SEEDS
-@PROFILES
-def test_decode_only_iterations_do_not_poison_the_prefill_rate(profile, seed):
-    machine = Machine(cpu, 0.03, seed, profile, mixed=60)
-
-    def prefill():
-        return machine.model.predict(HYBRID) - machine.model.predict(DECODES)
-
-    before = prefill()
-    for i in range(500):
-        machine.run(batch(0, 6, 700 + i))
-    assert prefill() == pytest.approx(before, rel=0.05)
-    for i in range(500):
-        machine.run(batch(0, 3, 700 + i))  # and another composition
-    assert abs(machine.error(HYBRID)) < 0.05
-    machine.model.observe(HYBRID, 2 * cpu(HYBRID))  # the first chunk since does not overrule all
-    assert abs(machine.error(HYBRID)) < 0.08
-
-
-@SEEDS
 @pytest.mark.parametrize("slowdown", [1.4, 0.7])
 def test_a_change_of_speed_is_followed_within_twenty_iterations(slowdown, seed):
     machine = Machine(cpu, 0.03, seed, mixed=100)
@@ -132,28 +112,6 @@ def test_a_change_of_speed_is_followed_within_twenty_iterations(slowdown, seed):
     machine.run_mixed(20)
     assert abs(machine.error(HYBRID)) < 0.08
     assert abs(machine.error(DECODES)) < 0.13  # of which four were seen
-
-
-def test_without_any_knowledge_it_finds_out_in_steps():
-    model = IterationTime()
-    fits = model.prefill_that_fits
-    assert model.predict(HYBRID) == 0
-    assert fits(0.1, DECODES, 0, 9999) == 16
-    assert fits(0.1, DECODES, 0, 9999, tile=64) == 64 - DECODES.decodes
-    assert fits(0.1, DECODES, 0, 5, tile=64) == 5
-    for _ in range(100):
-        model.observe(DECODES, cpu(DECODES))
-    assert fits(0.1, DECODES, 0, 9999) == 16  # decodes say nothing of prefill
-    sizes = []
-    for _ in range(10):
-        sizes.append(fits(0.8, DECODES, 0, 9999))
-        shape = batch(sizes[-1], past=0)
-        assert cpu(shape) <= 0.8
-        model.observe(shape, cpu(shape))
-    assert all(larger <= 1.5 * size for size, larger in itertools.pairwise(sizes))
-    assert sizes[-1] > 300
-    crowded = DECODES.with_chunk(0, 2 * max(sizes))  # the whole batch must not grow in a leap
-    assert fits(9.0, crowded, 0, 100) == 0
 
 
 @SEEDS
@@ -181,19 +139,3 @@ def test_prefill_that_fits_is_the_most_of_all_sizes(seed):
         assert answer in (0, machine.fits(time(answer), shape, past, limit, tile))
         answers.add((answer == 0, answer == limit, (rows + answer) % tile == 0))
     assert len(answers) >= 4  # nothing, all and whole tiles in between were all among them
-
-
-def test_it_is_never_negative_and_never_nan():
-    draw = random.Random(3)
-    model = IterationTime()
-    times = [1e-9, 1e-3, 0.1, 1e4, 0.0, -1.0, math.inf, math.nan]
-    for _ in range(3000):
-        shape = BatchShape(*(draw.choice([0, 0, 1, 10, 10**4, 10**7]) for _ in range(4)))
-        model.observe(shape, draw.choice(times))
-        for other in (shape, BatchShape(), BatchShape(-5, -1, -100, -7), DECODES, HYBRID):
-            assert 0 <= model.predict(other) < math.inf
-        assert 0.01 <= model.spread < math.inf
-    before = model.predict(HYBRID)
-    for seconds in times[4:]:
-        model.observe(HYBRID, seconds)
-    assert model.predict(HYBRID) == before

@@ -1,7 +1,6 @@
 """Timing, held against a clock that goes on when told, and bytes and FLOPs by hand."""
 
 import math
-from contextlib import contextmanager
 from itertools import count
 
 import pytest
@@ -9,9 +8,8 @@ import torch
 
 from lab.measure import machine_info
 from lab.measure import timing as measure
-from model import FlatBatch, GPTConfig
+from model import GPTConfig
 from request import lone_chunk
-from runtime.runner import Runner
 from tests.helpers import tiny_model
 
 CPU = torch.device("cpu")
@@ -155,94 +153,3 @@ def test_attention_cost_counts_every_visible_key():
     # per layer and head: q k and p v, two operations for each of 16 dims; K and V, 2 heads of 16
     expected = 3 * visible * 8 * (2 * 16 + 2 * 16), 3 * keys * 2 * (2 * 16 * 2)
     assert measure.attention_cost(config, spans, torch.bfloat16) == expected
-
-
-def test_bare_products_are_those_of_an_iteration(monkeypatch, model):
-    def shapes_of(function):
-        shapes = []
-        linear = torch.nn.functional.linear
-
-        def spy(x, weight, *bias):
-            shapes.append((*x.shape, *weight.shape))
-            return linear(x, weight, *bias)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.nn.functional, "linear", spy)
-            function()
-        return shapes
-
-    runner = Runner(model, 2, 8)
-    batch = FlatBatch.build(
-        [lone_chunk([0], 0, [1, 2, 3]), lone_chunk([1], 0, [4])], runner.attention
-    )
-    expected = shapes_of(lambda: model(batch, runner.cache))
-    layers = measure.linear_layers(model)
-    assert shapes_of(measure.bare_products(model, 4, layers)) == expected[:-1]
-    assert shapes_of(measure.bare_products(model, 2, [model.head])) == expected[-1:]
-    assert len(layers) == 4 * model.config.n_layer
-    each = [measure.linear_layers(model, [name]) for name in measure.LINEAR]
-    assert [layer for block in zip(*each, strict=True) for layer in block] == layers
-
-
-class PretendedGPU:
-    """A CPU that launches kernels and a device that computes them in turn, in pretended seconds."""
-
-    def __init__(self, monkeypatch):
-        self.now_s = 0.0  # on the CPU
-        self.done_s = 0.0  # when the device has computed all that was launched
-        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.now_s)
-        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
-        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.compute(cycles / 1e9))
-        monkeypatch.setattr(torch.cuda, "device", self.use)
-        self.device = torch.device("cuda:0")  # whose streams are current
-        gpu = self
-
-        class Event:
-            def __init__(self, enable_timing):
-                assert enable_timing
-
-            def record(self):
-                assert gpu.device == torch.device("cuda:1")
-                self.time_s = max(gpu.now_s, gpu.done_s)
-
-            def elapsed_time(self, end):
-                assert end.time_s <= gpu.now_s, "read before the device was done"
-                return 1e3 * (end.time_s - self.time_s)
-
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-
-    @contextmanager
-    def use(self, device):
-        self.device = device
-        yield
-        self.device = torch.device("cuda:0")
-
-    def compute(self, seconds):
-        """Launch a kernel. The device begins with it when it is done with those before."""
-        self.done_s = max(self.now_s, self.done_s) + seconds
-
-    def synchronize(self, device):
-        self.now_s = max(self.now_s, self.done_s)
-
-    def batch(self, kernels, launch_s, kernel_s):
-        """A function that launches so many kernels."""
-
-        def launch():
-            for _ in range(kernels):
-                self.now_s += launch_s
-                self.compute(kernel_s)
-
-        return launch
-
-
-def test_launches_and_kernels_are_timed_apart(monkeypatch):
-    """A device that waits for launches is not taken for a slow one, nor a CPU that waits for it."""
-    gpu = PretendedGPU(monkeypatch)
-    launches = {
-        "decodes": gpu.batch(kernels=100, launch_s=1e-4, kernel_s=2e-5),  # bound by the CPU
-        "prompt": gpu.batch(kernels=100, launch_s=1e-4, kernel_s=1e-3),  # bound by the GPU
-    }
-    timings = measure.launch_timings(launches, torch.device("cuda:1"))
-    assert timings["decodes"] == pytest.approx((10.0, 2.0))
-    assert timings["prompt"] == pytest.approx((10.0, 100.0))
-    assert measure.launch_timings(launches, CPU) == {}

@@ -82,24 +82,6 @@ def test_percentiles_are_interpolated_linearly_and_none_is_no_value():
     assert percentiles([]) == percentiles([None]) == nothing
 
 
-def test_an_iteration_belongs_to_the_gap_that_it_began_in():
-    """Even if its end was measured late. The wait for a first token is no gap."""
-    completions, iterations = three_requests()
-    late = [i._replace(start=i.start + 1e-4, end=i.end + 1e-4) for i in iterations]
-    assert find_stalls(completions, late) == find_stalls(completions, iterations)
-    iterations = [an_iteration(0.0, 1.0, [prefill(1, 9)]), an_iteration(1.0, 2.0, [prefill(0, 3)])]
-    assert find_stalls([a_completion(0, 3, 0.0, "length", 1.0, [2.0])], iterations) == []
-
-
-def test_prefill_in_another_micro_batch_stalls_nobody():
-    chunks = [prefill(0, 3), decode(0), decode(0)]
-    waiting = a_completion(0, 1, 0.0, times=[1.0, 2.0, 3.0])
-    for mine, other, stalls in ((0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 1)):
-        iterations = [an_iteration(i, i + 1.0, [c], micro_batch=mine) for i, c in enumerate(chunks)]
-        iterations.append(an_iteration(1.25, 1.75, [prefill(1, 50)], micro_batch=other))
-        assert len(find_stalls([waiting], sorted(iterations, key=lambda i: i.start))) == stalls
-
-
 def random_history(seed):
     """Nonsense, as an engine would record it: random batches, idle times, preemptions, aborts."""
     rng = random.Random(seed)
@@ -178,20 +160,6 @@ def test_the_summary_of_a_run_equals_a_calculation_by_hand():
     assert over == [2, 1]  # 1.25 meets 1.25
 
 
-def test_the_cached_share_is_relative_to_the_prompt_tokens():
-    """1 finds 8 tokens of its prompt, and after a preemption 12 of the 13 that it had."""
-    iterations = [an_iteration(0.0, 1.0, [prefill(0, 10), prefill(1, 2, 8)])]
-    lost = dict(preemptions=1, recomputed_tokens=13, cached_tokens=8 + 12)
-    completions = [
-        a_completion(0, 10, 0.0, "length", 0.0, [1.0]),
-        a_completion(1, 10, 0.0, "length", 0.0, [1.0, 2.0], **lost),
-        a_completion(2, 10, 0.0, "abort"),  # which waited
-    ]
-    summary = summarize_run(completions, iterations, 2.0)
-    assert summary.cached_tokens == 20
-    assert summary.cached == pytest.approx(20 / (10 + 10 + 13))
-
-
 def one_server(gaps, services):
     """Completions of requests that came with these gaps, served one by one in so many seconds."""
     arrivals = np.cumsum(gaps).tolist()
@@ -231,39 +199,6 @@ def test_a_queue_grows_where_more_arrive_than_are_scheduled():
 )
 def test_a_queue_that_will_be_empty_again_has_not_grown(gaps, services):
     assert not summarize_queue(one_server(gaps, services)).grew
-
-
-def half_served():
-    """Completions of 8 requests, a second apart. Of 8 tokens each, 5 of them output, the first four
-    get all until the last one comes, the fifth gets two of its output, the others get none."""
-    last = 7.0
-    times = [[i + 0.5 + n / 10 for n in range(5)] for i in range(4)]
-    times += [[6.9, last, 8.0, 9.0, 10.0]] + [[8.0, 9.0, 10.0, 11.0, 12.0]] * 3
-    return [a_completion(i, 3, float(i), "length", float(i), times[i]) for i in range(8)]
-
-
-def test_what_is_served_is_counted_while_requests_arrive():
-    summary = summarize_run(half_served(), [], 100.0)
-    assert summary.queue.arrived_per_s == 1.0
-    assert summary.queue.served_per_s == pytest.approx((4 + (3 + 2) / 8) / 7)
-    assert missed(summary, tbt_slo_s=100.0)
-    assert not missed(summary, tbt_slo_s=100.0, rate_counts=False)
-    steady = summarize_run(one_server(STEADY, [0.5] * 40), [], 100.0)
-    assert steady.queue.served_per_s == pytest.approx(1.0, rel=0.03)
-    assert not missed(steady, tbt_slo_s=100.0)
-
-
-@pytest.mark.parametrize("load, share", [(0.8, 0.0), (0.9, 0.0), (1.1, 1.0), (1.25, 1.0)])
-def test_an_overloaded_queue_is_told_from_a_busy_one(load, share):
-    """Poisson arrivals, services that vary like the lengths of requests, 240 of them, 20 times."""
-    num_grown = 0
-    for seed in range(20):
-        rng = np.random.default_rng(seed)
-        gaps = rng.exponential(size=240)
-        services = rng.lognormal(0.0, 0.7, size=240)
-        completions = one_server(gaps / gaps.mean(), load * services / services.mean())
-        num_grown += summarize_queue(completions).grew
-    assert num_grown / 20 == pytest.approx(share, abs=0.1)
 
 
 def finished_run(delays, gaps):

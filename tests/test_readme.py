@@ -163,26 +163,6 @@ def test_every_command_parses(room, tmp_path, monkeypatch):
             assert options.requests >= options.fewest_requests, argv
 
 
-def cells(line):
-    """The cells of a line of a Markdown table."""
-    return [cell.strip() for cell in line.strip("|\n").split("|")]
-
-
-@pytest.mark.slow
-def test_the_headline_is_printed_by_its_command(capsys):
-    section = MAIN.partition("## What it gains")[2].partition("\n## ")[0]
-    (command,) = (command for command in program_lines(section) if "--simulate" in command)
-    ladder.main(command[1:])
-    printed, headline = (
-        [cells(line) for line in re.findall(r"(?m)^\|.*", text)]
-        for text in (capsys.readouterr().out, section)
-    )
-    heads = headline[0]
-    columns = [printed[0].index(head) for head in heads]
-    assert [rung for rung, *_ in headline[2:]] == list(ladder.LADDER)
-    assert headline[2:] == [[row[column] for column in columns] for row in printed[2:]]
-
-
 def test_every_file_at_the_top_and_every_room_is_named():
     paths = repository("*.py")
     files = {path.name for path in paths if len(path.parts) == 1} - {"conftest.py"}

@@ -2,7 +2,6 @@
 
 Most runs live in a time in which looking at the clock takes a tick."""
 
-import math
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from config import EngineConfig
-from engine import Engine
 from lab.measure import capacity, token_budget
 from lab.measure import timing as measure
 from lab.measure.capacity import (
@@ -20,17 +18,15 @@ from lab.measure.capacity import (
     Bounded,
     Verdict,
     estimated_qps,
-    judge,
     measure_base,
     search_capacity,
     slo_seconds,
     summarize_search,
 )
-from lab.measure.load_run import Clock, EngineServer, serve
+from lab.measure.load_run import serve
 from lab.measure.token_budget import Profiled
 from lab.measure.workload import Arrival, prompts
 from model import GPT
-from request import Service
 from sampling import SamplingParams
 from tests.helpers import alone, tiny_model
 
@@ -111,34 +107,6 @@ def test_every_policy_serves_the_same_arrivals_to_their_full_length(name, expect
     assert run.seconds == run.iterations[-1].end == max(c.token_times[-1] for c in run.completions)
 
 
-def test_classes_and_targets_come_with_the_arrival():
-    engine = Engine(Silent(), replace(SMALL, policy="priority"))
-    server = EngineServer(engine, Clock(lambda: 0.0))
-    server.add(7, Arrival(0.5, 8, 4, "realtime", 0.5, 0.1, user="bob"), [1] * 8)
-    request = engine.scheduler.requests[7]
-    assert (request.arrival, request.service) == (0.5, Service(0, 0.5, 0.1, "bob"))
-
-
-def test_a_run_counts_preemptions_and_the_time_outside_the_forward_pass():
-    run = serve_small("vllm", pages=8)
-    preempted = Counter(i for iteration in run.iterations for i in iteration.preempted)
-    assert preempted and all(preempted[c.id] == c.preemptions for c in run.completions)
-    # the clock is looked at before and after a step, and in it at its start, before and after
-    # forward: 4 ticks, 1 of them in forward; and once more for each of 6 requests, when admitted
-    run = serve_small("sarathi-serve")
-    ticks = 4 * len(run.iterations) + 6
-    assert run.own_fraction == pytest.approx(1 - len(run.iterations) / ticks)
-
-
-def test_a_run_looks_every_second_at_who_else_computes(monkeypatch):
-    took = []
-    monkeypatch.setattr(measure.Probe, "take", lambda probe, *_: took.append(len(took)) or took[-1])
-    run = serve_small()
-    assert 5 < run.seconds < 6
-    assert len(took) == 4  # at 0, 1, 4 and 5 s: from 1.2 to 4 s it waits
-    assert run.drift == sum(took) / len(took) > 0 and judge(run, 1.0).busy
-
-
 def test_what_is_made_of_a_base():
     """An SLO is a multiple of it, a rate is prefill at full speed and decodes in full batches."""
     base = Base(seconds=0.064, prefill_token_s=0.001, decodes=32, context=512)
@@ -198,14 +166,6 @@ def test_capacity_is_found_to_five_percent_and_one_failure_does_not_decide(limit
     assert min(rate for rate, _ in calls if rate > qps) <= 1.05 * qps  # and not just by luck
     assert max(Counter(rate for rate, met in calls if not met).values()) == 2
     assert unlucky is not None or len(calls) <= 13
-
-
-@pytest.mark.parametrize("limit", [0.05, 0.21, 1.0, 2.0, 7.7, 17.0])
-def test_a_search_finds_the_same_wherever_it_begins(limit):
-    results = {step: search(lambda rate: rate <= limit, first_step=step) for step in range(-7, 8)}
-    assert len({(r.capacity_qps, r.capacity_qps.bound) for r in results.values()}) == 1
-    nearest = round(math.log(limit, capacity.STEP))
-    assert len(results[nearest].trials) <= len(results[0].trials)
 
 
 def test_capacity_ends_where_every_answer_is_the_same_or_chance(monkeypatch):

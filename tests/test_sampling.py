@@ -120,16 +120,6 @@ def test_sampling_follows_the_distribution(keys):
     assert chi_squared(tokens, probs) < 16.3  # P = 0.001, 3 degrees of freedom
 
 
-@pytest.mark.parametrize("step", [(0, 1), (1, 0), (1, -1), (1, 1)], ids=str)
-def test_draws_of_neighbours_are_independent(step):
-    """A seed and the next one, as answers to one prompt have them, at the same and at the next
-    position: the pairs of tokens are distributed as those of two dice."""
-    keys = [(100 * n, 50 + n % 7) for n in range(8000)]
-    neighbours = [(seed + step[0], position + step[1]) for seed, position in keys]
-    pairs = 4 * draws([0.0] * 4, keys) + draws([0.0] * 4, neighbours)
-    assert chi_squared(pairs, [1 / 16] * 16) < 37.7  # P = 0.001, 15 degrees of freedom
-
-
 def test_a_tiny_temperature_is_greedy_and_nan_does_no_harm():
     keys = KEYS["seeds"][:20]
     for options in ({}, {"top_p": 0.9}, {"top_k": 2}):

@@ -273,36 +273,6 @@ def test_bubbles_are_of_three_kinds():
     assert result.utilisation == 22 / 32
 
 
-def test_a_request_that_comes_later_has_missed_nothing():
-    # one decodes alone on two stages, a second comes at 5.5: stage 0 was idle since 5 for nothing
-    # to do, stage 1 is idle from 6 until the second gets there at 6.5, and both had work
-    runs = alone([Arrival(0.0, 1, 8), Arrival(5.5, 1, 1)], 2).stage_runs
-    second = [run for run in runs if run.chunks[0].request_id == 1]
-    assert [(run.stage, run.start, run.bubble) for run in second] == [(0, 5.5, 0), (1, 6.5, 0.5)]
-
-
-def test_the_request_that_waited_longest_goes_first():
-    # B keeps stage 0 of 3 until 3.5, or 3. C comes at 2.75, A has left the last stage at 3
-    for b, ends in ((2.5, [[3, 7.5], [5.5], [6.5]]), (2.0, [[3, 7], [5], [6]])):
-        run = alone([Arrival(0.0, 1, 2), Arrival(b, 1, 1), Arrival(2.75, 1, 1)], 3).run
-        assert [completion.token_times for completion in run.completions] == ends
-    run = alone([Arrival(2.0 * i, 1, 1) for i in range(4)], replicas=2).run
-    assert [iteration.micro_batch for iteration in run.iterations] == [0, 1, 0, 1]
-
-
-def test_the_cpu_takes_its_time_on_every_stage():
-    with_cpu, without = (
-        simulate(CostModel.named("gpt3-175b", tp=8, pp=2, cpu_s=cpu_s), ALONE, at_once((3, 5)))
-        for cpu_s in (0.125, 0.0)
-    )
-    for stage, seconds in without.busy.items():
-        assert with_cpu.busy[stage] == pytest.approx(seconds + 5 * 0.125)
-    assert with_cpu.run.seconds == pytest.approx(without.run.seconds + 5 * 2 * 0.125)
-    assert all(each.launch == each.start + 0.125 for each in with_cpu.run.iterations)
-    own_fraction = 5 * 2 * 0.125 / sum(with_cpu.busy.values())
-    assert with_cpu.run.own_fraction == pytest.approx(own_fraction)
-
-
 def test_a_request_is_aborted_while_it_runs_and_while_it_waits():
     simulation = Simulation(Law(seconds=lambda batch: 1.0), ALONE, replicas=2)
     assert simulation.step() == [] == simulation.step()
@@ -351,19 +321,3 @@ def test_the_pages_left_longest_ago_are_evicted_first():
     load = [Arrival(100.0 * i, len(prompt), 1) for i, prompt in enumerate(tokens)]
     completions = simulate(Law(), config, load, tokens).run.completions
     assert [completion.cached_tokens for completion in completions] == [0, 0, 0, 8, 0]
-
-
-@pytest.mark.parametrize(
-    "times, refused",
-    [
-        ((0.0, 0.25, 0.5, 0.75, 1.125, 1.1875), [3, 5]),  # 2 waits to 1, 4 from 1.125 on
-        ((0.0, 0.0, 0.0), [1, 2]),  # nobody is taken before all that came at once have looked
-    ],
-)
-def test_a_full_queue_refuses_requests_of_all_replicas(times, refused):
-    arrivals = [Arrival(time, 1, 1) for time in times]
-    run = alone(arrivals, config=replace(ALONE, max_waiting=1), replicas=2).run
-    aborted = [c.id for c in run.completions if c.finish_reason == "abort"]
-    assert aborted == refused
-    assert run.refused == len(refused)
-    assert not any(run.completions[i].token_times for i in refused)

@@ -1,7 +1,6 @@
 """The page as a site, held against the files that it fetches and the runs of explore. Slow."""
 
 import re
-import shutil
 
 import pytest
 
@@ -18,14 +17,14 @@ from tests.pages import (
 )
 
 pytestmark = pytest.mark.slow  # the site takes twenty seconds to make
-IMPORTS = "from scheduler import Batch, SarathiServe, Scheduler\n"
-SCHEDULE = "    def schedule(self):\n        "
+
 BUDGET = "    def token_budget(self, decodes, prefills):\n        return "
+IMPORTS = "from scheduler import Batch, SarathiServe, Scheduler\n"
 
 
 @pytest.fixture
-def tab(any_browser, site_address):
-    with opened(any_browser, site_address) as tab:
+def tab(browser, site_address):
+    with opened(browser, site_address) as tab:
         yield tab
 
 
@@ -40,21 +39,6 @@ def test_every_load_is_fetched_once_when_it_is_chosen(tab, site_address):
     fetched = [file.removeprefix(site_address) for file in tab.evaluate(files)]
     assert len(fetched) == 8 == len(set(fetched))
     assert all(re.fullmatch(r"runs/[a-z-]+\.json\.gz", file) for file in fetched)
-
-
-def test_a_site_that_was_moved_opens_from_a_file_and_says_what_it_cannot(
-    browser, tmp_path, site_folder
-):
-    moved = tmp_path / "elsewhere" / "a site"
-    shutil.copytree(site_folder, moved)
-    tab = browser.new_page()
-    tab.goto(f"file://{moved}/index.html")
-    enter(tab)
-    tab.click("#choices button[data-label='steady']")
-    tab.wait_for_function("$('decision').textContent.includes('steady')")
-    assert "must be served" in tab.text_content("#decision")
-    assert shown_runs(tab)[0].endswith("A to D")
-    tab.close()
 
 
 @needs_pyodide
@@ -103,18 +87,3 @@ def test_an_exercise_is_solved_in_the_page_which_remembers_it(tab, site_address)
     enter(tab)
     assert tab.text_content("#progress") == "1 of 16 exercises solved"
     assert tab.text_content("#startwith").count("✓ solved") == 1
-
-
-@needs_pyodide
-def test_a_page_in_a_file_loads_python_from_elsewhere(browser, site_address, site_folder, tmp_path):
-    text = (site_folder / "index.html").read_text("utf-8")
-    for file in ("python.json.gz", "pyodide/"):
-        assert text.count(f': "{file}"') == 1
-        text = text.replace(f': "{file}"', f': "{site_address}{file}"')
-    (tmp_path / "page.html").write_text(text, "utf-8")
-    tab = browser.new_page()
-    tab.goto(f"file://{tmp_path}/page.html")
-    enter(tab)
-    assert "no rule is broken. At load A to D it changes nothing." in run_source(tab)
-    assert tab.text_content("#result").endswith("as by python -m http.server.")  # of other loads
-    tab.close()

@@ -30,12 +30,6 @@ def imported_packages(nodes):
         yield from (module.partition(".")[0] for module in modules)
 
 
-def test_the_files_are_found():
-    assert {"engine.py", "lab/measure/timing.py", "tests/test_style.py"} <= python().keys()
-    assert "lab/measure/timing.py" not in paths_of_tests()
-    assert {"conftest.py", "test_equivalence.py", "tests/helpers.py"} <= paths_of_tests()
-
-
 def packages_in(*names):
     """The packages of files of requirements, as they are imported."""
     texts = [(ROOT / name).read_text("utf-8") for name in names]

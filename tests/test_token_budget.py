@@ -142,11 +142,3 @@ def test_auto_keeps_its_profile_for_the_dynamic_budget(law, policy):
     for tbt_slo in (0.005, linear(8, 128, 8)):  # below a decode iteration; no room for a chunk
         with pytest.raises(ValueError):
             auto(policy, max_batch=8, max_len=256, policy_options=dict(tbt_slo=tbt_slo))
-
-
-@pytest.mark.parametrize("max_len, max_batch", [(2, 1), (2, 3), (20, 40), (33, 40), (64, 40)])
-@pytest.mark.parametrize("policy", ["sarathi-serve"])
-def test_auto_works_however_short_the_requests_are(law, policy, max_len, max_batch):
-    law(lambda budget, context, decodes: 1.0)
-    engine = auto(policy, max_batch=max_batch, max_len=max_len)
-    assert engine.scheduler.chunk > min(32, max_batch)

@@ -43,42 +43,12 @@ def test_without_a_limit_the_samples_have_the_published_statistics(name, monkeyp
     assert correlation == pytest.approx(0, abs=4 / math.sqrt(n))  # drawn apart
 
 
-LIMITED = [  # by quadrature: medians and the p90 of what is left of two log-normals
-    ("sharegpt4", 1623, 4553, 414),
-    ("arxiv", 6887, 11876, 208),
-]
-
-
-@pytest.mark.parametrize("name, median, p90, output_median", LIMITED)
-def test_the_limit_shortens_the_samples_as_the_docstring_says(name, median, p90, output_median):
-    pairs = sample_lengths(name, 20_000, 10**9, seed=0)
-    prompts, outputs = zip(*pairs, strict=True)
-    for values, length, share in [
-        (prompts, median, 0.5),
-        (prompts, p90, 0.9),
-        (outputs, output_median, 0.5),
-    ]:
-        assert share_below(values, length) == pytest.approx(share, abs=tolerance(share, 20_000))
-    totals = [sum(pair) for pair in pairs]
-    assert max(totals) <= LENGTHS[name].limit
-    assert totals.count(LENGTHS[name].limit) < 20  # nothing piles up there
-
-
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("max_len", [2, 64, 1000, 16384])
 def test_every_sample_fits_the_model(name, max_len):
     for pair in sample_lengths(name, 2000, max_len, seed=3):
         assert min(pair) >= 1 and sum(pair) <= max_len
         assert [type(length) for length in pair] == [int, int]
-
-
-@pytest.mark.parametrize("name", LENGTHS)
-def test_samples_shrink_for_a_small_model_and_stay_for_a_large_one(name):
-    limit = LENGTHS[name].limit
-    full = sample_lengths(name, 500, limit, seed=1)
-    small = sample_lengths(name, 500, limit // 4, seed=1)
-    assert np.abs(np.array(small) - np.array(full) / 4).max() <= 0.5  # rounded
-    assert sample_lengths(name, 500, 100 * limit, seed=1) == full
 
 
 def test_samples_depend_on_the_seed_and_fewer_are_the_first_of_them():
@@ -97,16 +67,6 @@ def test_gaps_are_exponential_at_the_rate(qps):
     for mean_gaps in (0.1, 1, 3):
         share = 1 - math.exp(-mean_gaps)
         assert (gaps < mean_gaps).mean() == pytest.approx(share, abs=tolerance(share, 20_000))
-
-
-def test_two_rates_see_the_same_requests_and_the_same_gaps_up_to_a_factor():
-    lengths = sample_lengths("arxiv", 200, 4096, seed=2)
-    slow = poisson(lengths, 3, seed=2)
-    fast = poisson(lengths, 7.5, seed=2)
-    assert [a[1:3] for a in slow] == [a[1:3] for a in fast] == lengths
-    assert [a.time / 2.5 for a in slow] == pytest.approx([a.time for a in fast])
-    assert poisson(lengths[:50], 3, seed=2) == slow[:50]
-    assert poisson(lengths, 3, seed=4) != slow
 
 
 def test_lengths_gaps_and_prompts_of_one_seed_do_not_share_random_numbers(monkeypatch):

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fast
 from attention.sdpa import SDPA
-from fast import BACKENDS, Flash, make_attention
+from fast import BACKENDS, make_attention
 from tests.cuda.batches import (
     CUDA_BACKENDS,
     capability,
@@ -19,7 +18,7 @@ from tests.cuda.batches import (
     random_queries,
     scattered_spans,
 )
-from tests.cuda.flash import FlashByDefinition, attend_spans, flash_call
+from tests.cuda.flash import attend_spans, flash_call
 
 CONFIG = config_of(4, 2, 64)
 LAYOUTS = [(256, 256), (256, 512), (64, 512)]  # page_size, max_len: flash, or split-K, is tried
@@ -98,20 +97,6 @@ def test_auto_falls_back_on_whatever_is_raised(make_error, page_size, max_len, f
     y = backend.plan(spans)(q, *layer)
     expected = attend_spans(q, *layer, spans, page_size)
     torch.testing.assert_close(y.double(), expected, rtol=0, atol=3e-3)
-
-
-def test_auto_takes_flash_without_a_word(recwarn, failing):
-    failing(AssertionError("xformers was asked"))
-    with FlashByDefinition(), capability(8, 0):
-        assert isinstance(make_attention(CONFIG, cache_of()), Flash)
-    assert not recwarn.list
-
-
-def test_auto_takes_the_next_backend_and_says_why(monkeypatch, failing):
-    monkeypatch.setitem(fast.ON_CUDA, "xformers", lambda *_: "made by xformers")
-    no_flash = failing(TypeError("no kernel here"))
-    with no_flash, capability(8, 0), pytest.warns(UserWarning):
-        assert make_attention(CONFIG, cache_of()) == "made by xformers"
 
 
 @pytest.mark.parametrize("name", CUDA_BACKENDS)

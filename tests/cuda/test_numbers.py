@@ -141,12 +141,3 @@ def test_cuda_draws_the_tokens_of_the_cpu():
     tokens, _ = sample(logits, params, range(200))
     on_cuda, _ = sample(logits.cuda(), params, range(200))
     assert on_cuda.tolist() == tokens.tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_rounding_stays_far_below_the_tolerances(geometry, dtype):
-    reference = reference_model(geometry, dtype)
-    completions = serve(in_dtype(reference, dtype), MANY, "sarathi-serve", "sdpa", 64)
-    assert largest_difference(reference, completions) < TOLERANCE[dtype] / 3
