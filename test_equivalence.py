@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention.plan import staircase
-from attention.sdpa import SDPA, read
 from engine import Engine
 from examples import nano
 from kv_cache import slot_mapping
-from model import GPT, FlatBatch, GPTConfig, rope_table
+from model import GPT, FlatBatch, GPTConfig
 from policies import POLICIES
 from request import lone_chunk
 from runtime import runner
@@ -81,6 +80,11 @@ def prefill(model, tokens, chunk=None, page_size=None, scattered=False, position
     return torch.cat(logits)
 
 
+def rms_norm(x, weight, eps):
+    """Zhang and Sennrich 2019, with the eps that is in every implementation."""
+    return x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt() * weight
+
+
 def by_definition(model, tokens):
     """Logits of every token, from the papers' formulas: no cache, no chunks, no folded heads."""
     c = model.config
@@ -95,8 +99,8 @@ def by_definition(model, tokens):
         qkv = block.preproj(block.attn_norm(x)).unflatten(1, (-1, c.head_dim))
         q, k, v = qkv.split([c.n_head, c.n_kv_head, c.n_kv_head], dim=1)
         if c.qk_norm:
-            q = block.q_norm(q)
-            k = block.k_norm(k)
+            q = rms_norm(q, block.q_norm.weight, c.norm_eps)
+            k = rms_norm(k, block.k_norm.weight, c.norm_eps)
         if c.family == "llama":  # RoPE turns pairs of dimensions, read as complex numbers
             turned = [torch.complex(*y.chunk(2, dim=-1)) * turn for y in (q, k)]
             q, k = (torch.cat([y.real, y.imag], dim=-1) for y in turned)
@@ -123,27 +127,23 @@ def test_every_chunk_size_equals_full_prefill(model, dtype, atol):
         close(prefill(model, tokens, chunk), full, atol)
 
 
+def test_queries_and_keys_are_normed_with_the_eps_of_the_config():
+    model = tiny_model(n_kv_head=2, qk_norm=True, norm_eps=0.1)  # as Qwen3, with an eps that shows
+    tokens = tokens_of(model, 20)
+    close(prefill(model, tokens, 7), by_definition(model, tokens))
+
+
 @by_layout
 @pytest.mark.parametrize("scattered", [False, True], ids=["consecutive", "scattered"])
-@pytest.mark.parametrize("sizes", ["boundaries", pytest.param("all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("n, page_size", [(33, 1), (33, 16), (33, 33), (130, 64)])
-def test_chunks_in_pages_equal_full_prefill(model, n, page_size, sizes, scattered, position_major):
+@pytest.mark.parametrize("n, page_size", [(33, 1), (33, 16), (130, 64)])
+def test_chunks_in_pages_equal_full_prefill(model, n, page_size, scattered, position_major):
     tokens = tokens_of(model, n)
     full = prefill(model, tokens)
-    chunks = {9, page_size - 1, page_size, page_size + 1, 2 * page_size, n - 1, n}
-    if sizes == "all" and n == 33:
-        chunks = set(range(1, n + 1))
-    for chunk in chunks - {0}:
+    for chunk in {9, page_size, page_size + 1, n - 1}:
         close(prefill(model, tokens, chunk, page_size, scattered, position_major), full)
 
 
-def test_rows_go_through_a_layer_in_pieces_without_a_trace():
-    model = tiny_model(max_positions=2048)
-    tokens = tokens_of(model, 1500)  # more than one piece on a CPU
-    close(prefill(model, tokens), prefill(model, tokens, 700))
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16, 64, 70])
+@pytest.mark.parametrize("page_size", [1, 16, 70])
 def test_hybrid_batch_in_scattered_pages_equals_its_parts(model, page_size):
     # three decode, two are in the middle, one begins
     lengths = [9, 70, 1, 30, 17, 64]
@@ -201,7 +201,7 @@ def requests(model):
     return prompts, params, [alone(model, *pair) for pair in pairs]
 
 
-@pytest.mark.parametrize("page_size, pages", [(64, 3), (16, 5), (4, 17), (1, 70)])
+@pytest.mark.parametrize("page_size, pages", [(16, 5), (4, 17)])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_greedy_tokens_are_the_same_under_every_policy_and_alone(
     model, requests, policy, page_size, pages, monkeypatch
@@ -284,20 +284,6 @@ def served(engine, requests):
     return batches, outputs
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bits_lose_no_more_than_rounding(model, dtype):
-    rounded = in_dtype(in_dtype(model, dtype), torch.float64)
-    for p in rounded.parameters():  # the softmax of a small model is so sharp that rounding shows
-        p.copy_(p / 10 if p.ndim > 1 else p)
-    tokens = tokens_of(model, 150)
-    small = in_dtype(rounded, dtype)
-    expected = prefill(rounded, tokens)
-    for chunk in (1, 7, 129, 150):
-        got = prefill(small, tokens, chunk).double()
-        assert (got - expected).abs().max() < 0.05 * expected.abs().max()
-    assert rope_table(model.config, 9, "cpu", dtype).dtype == torch.float32
-
-
 # pages
 
 
@@ -314,21 +300,6 @@ def test_slots_and_pages_are_the_formula_token_by_token(data, page_size):
     assert (span.length, span.end) == (len(expected), end)
     used = [page for i, page in enumerate(pages) if i * page_size < end]
     assert span.used_pages(page_size) == used
-
-
-def test_pages_that_follow_each_other_are_read_in_place():
-    model = tiny_model(n_kv_head=2)
-    cache = poisoned_cache(model, 8, page_size=4, max_len=32)
-    cache.data.normal_()
-    keys, _ = cache.layer(1)
-    backend = SDPA(model.config, cache)
-    for table in ([2, 3, 4], [7], [0], [3, 4, 5, 6], [5, 1, 6], [1, 0], [3, 4, 6], [4, 3, 5]):
-        count = 4 * len(table) - 1
-        span = a_span([*table, 0], count - 1, 1)  # page 0 is not read
-        k = read(keys, backend.slots(span, count))
-        assert torch.equal(k, keys[:, slot_mapping(table, 4, 0, count)])
-        in_place = k.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
-        assert in_place == (table == list(range(table[0], table[-1] + 1)))
 
 
 # the mask

@@ -11,7 +11,6 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from bench import main
-from tests.firefox import FIREFOX, running
 from tests.pages import CHROMIUM, PYODIDE_FOLDER, opened, opened_runs
 
 
@@ -28,20 +27,6 @@ def browser():
         )
         yield browser
         browser.close()
-
-
-@pytest.fixture(scope="module")
-def firefox(tmp_path_factory):
-    if FIREFOX is None:
-        pytest.skip("needs Firefox: Debian's firefox-esr is not installed")
-    with running(tmp_path_factory.mktemp("firefox")) as firefox:
-        yield firefox
-
-
-@pytest.fixture(params=["browser", pytest.param("firefox", marks=pytest.mark.slow)])
-def any_browser(request):
-    """Chromium, and among the slow tests Firefox."""
-    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture

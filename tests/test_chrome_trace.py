@@ -1,59 +1,14 @@
-"""The trace that the schedule page saves: of histories that were worked out by hand, and of runs
-in too little memory. What it says is read from the file, as Chrome's Trace Event Format."""
+"""The trace that the page saves, held against histories by hand and all that a run recorded."""
 
 import json
 import re
 from collections import defaultdict
-from functools import partial
 
 import pytest
 
 from lab.measure.metrics import find_stalls
-from page.records import Recorder
 from tests.helpers import with_slow
 from tests.pages import LOADS, SLO_S, a_load, opened_runs, simulated
-from tests.test_metrics import a_completion, an_iteration, decode, prefill, three_requests
-
-
-def recorded(completions, iterations):
-    """A Recorder of a history: of micro-batches 0 and 1 if there is a 1."""
-    recorder = Recorder()
-    micro_batches = 1 + max((each.micro_batch for each in iterations), default=0)
-    recorder.settings = dict(
-        policy="VLLM",
-        micro_batches=micro_batches,
-        chunk=256,
-        max_batch=8,
-        max_len=64,
-        pages=64,
-        page_size=16,
-    )
-    for c in completions:
-        request = dict(id=c.id, arrival=c.arrival, prompt_len=c.prompt_len, priority=2)
-        recorder.records.append({"request": request | {"max_new_tokens": 9}})
-    for iteration in iterations:
-        chunks = [chunk[:3] for chunk in iteration.chunks if not chunk.is_decode]
-        ended = []
-        for c in completions:
-            end = c.token_times[-1] if c.token_times else iteration.end
-            if c.finish_reason == "abort":
-                end = iterations[-1].end
-            if c.finish_reason and end == iteration.end:
-                ended.append([c.id, c.finish_reason])
-        recorder.records.append(
-            iteration._asdict()
-            | dict(
-                chunks=chunks,
-                decodes=[chunk.request_id for chunk in iteration.chunks if chunk.is_decode],
-                pages=[
-                    [request_id, 0, request_id] for request_id, start, _ in chunks if start == 0
-                ],
-                ended=ended,
-                queue=[],
-                why=None,
-            )
-        )
-    return recorder
 
 
 def save(tab):
@@ -89,174 +44,6 @@ def read(file):
             assert type(e["ts"]) is type(e["dur"]) is int  # whole microseconds
             slices[e["lane"]].append((e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6))
     return events, slices
-
-
-def texts_of(slices):
-    """{lane: "name start-end | ..."} of the slices in it."""
-    return {
-        lane: " | ".join(f"{name} {start:g}-{end:g}" for name, start, end in rows)
-        for lane, rows in slices.items()
-    }
-
-
-def traced(browser, tmp_path, runs):
-    """(events, texts of the lanes) of the trace of {name: (completions, iterations)}, which a page
-    shows."""
-    recorders = {name: recorded(*run) for name, run in runs.items()}
-    with opened_runs(browser, tmp_path, recorders) as tab:
-        events, slices = read(save(tab))
-    return events, texts_of(slices)
-
-
-@pytest.fixture
-def trace(browser, tmp_path):
-    return partial(traced, browser, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def two_runs(browser, tmp_path_factory):
-    """The trace of three_requests, of which the last is aborted, beside that of a pipeline."""
-    completions, iterations = three_requests()
-    completions[-1].finish_reason = "abort"  # it never ran
-    pipeline = [
-        a_completion(7, 3, 0.0, "length", 0.5, [1.0]),
-        a_completion(8, 3, 0.5, "length", 0.5, [1.0]),
-        a_completion(9, 3, 0.75),  # it waits to the end
-    ]
-    batches = [
-        an_iteration(0.5, 1.0, [prefill(7, 3)], micro_batch=0),
-        an_iteration(0.5, 1.0, [prefill(8, 3)], micro_batch=1),
-    ]
-    runs = {"vllm": (completions, iterations), "orca": (pipeline, batches)}
-    return traced(browser, tmp_path_factory.mktemp("trace"), runs)
-
-
-def instants(events):
-    """["request: name time"] of what happened at once; all on one lane, not across the picture."""
-    happened = [e for e in events if e["ph"] == "i"]
-    assert {e["s"] for e in happened} <= {"t"}
-    return [f"{e['lane'][1]}: {e['name']} {e['ts'] / 1e6:g}" for e in happened]
-
-
-def test_the_lane_of_a_request_shows_waiting_chunks_decodes_and_end(two_runs):
-    events, lanes = two_runs
-    assert lanes["vllm: requests", "request 0"] == (
-        "prefill chunk of 4 0-1 | decodes 1-1.25 | stall, caused by 1 1.25-3.5 | "
-        "stall, caused by 2 3.5-4 | stall, caused by 2 4-4.75 | decodes 4.75-5"
-    )
-    assert lanes["vllm: requests", "request 1"] == (  # preempted at 4.75
-        "waiting 1-1.25 | prefill chunk of 8 1.25-3.25 | decodes 3.25-3.5 | "
-        "stall, caused by 2 3.5-4 | stall, caused by 2 4-4.75 | "
-        "waiting 4.75-5 | prefill chunk of 12 5-6 | decodes 6-6.25"
-    )
-    assert lanes["vllm: requests", "request 3"] == ""  # aborted, it never ran
-    (long,) = [e for e in events if e["name"] == "stall, caused by 1" and e["dur"] == 2.25e6]
-    assert long["args"] == {"prefill_tokens": 8}
-    assert sorted(instants(events)) == [
-        "request 0: finished 5",
-        "request 1: finished 6.25",
-        "request 1: preempted 4.75",
-        "request 2: aborted 6.25",
-        "request 3: aborted 5.5",  # nothing is seen of it after it came
-        "request 7: finished 1",
-        "request 8: finished 1",
-    ]
-
-
-def test_the_first_chunk_shows_the_cached_tokens(browser, tmp_path):
-    recorder = recorded(
-        [a_completion(0, 70, 0.0)],
-        [
-            an_iteration(1.0, 2.0, [prefill(0, 4, 64)]),
-            an_iteration(2.0, 3.0, [prefill(0, 2, 68)]),
-        ],
-    )
-    recorder.records[1]["pages"] = [[0, 0, 3, 4]]
-    with opened_runs(browser, tmp_path, {"vllm": recorder}) as tab:
-        events, slices = read(save(tab))
-    assert instants(events) == ["request 0: 64 tokens found in the cache 1"]
-    chunks = "waiting 0-1 | prefill chunk of 4 1-2 | prefill chunk of 2 2-3"
-    assert texts_of(slices)["vllm: requests", "request 0"] == chunks
-
-
-def test_decodes_in_a_row_are_one_slice(trace):
-    batches = [[prefill(0, 4)], *[[decode(0)]] * 998, [prefill(1, 4)], [decode(0)]]
-    iterations = [an_iteration(t, t + 1, batch) for t, batch in enumerate(batches)]
-    request = a_completion(0, 4, 0.0, "length", 0.0, [*range(1, 1000), 1001])
-    other = a_completion(1, 4, 999.0, "abort", 999.0, [1000])
-    events, lanes = trace({"vllm": ([request, other], iterations)})
-    expected = "prefill chunk of 4 0-1 | decodes 1-999 | stall, caused by 1 999-1001"
-    assert lanes["vllm: requests", "request 0"] == expected
-    assert next(e for e in events if e["name"] == "decodes")["args"] == {"tokens": 998}
-
-
-def test_a_request_aborted_while_preempted_ends_at_its_preemption(trace):
-    batches = [an_iteration(0, 1, [prefill(0, 4)]), an_iteration(2, 3, [], preempted=(0,))]
-    events, _ = trace({"vllm": ([a_completion(0, 4, 0.0, "abort", 0.0, [1.0])], batches)})
-    assert instants(events) == ["request 0: preempted 2", "request 0: aborted 2"]
-
-
-def test_the_engines_lane_shows_every_iteration_with_its_curves(two_runs):
-    events, lanes = two_runs
-    assert lanes["vllm: engine", "iterations"] == (
-        "prefill 0-1 | decode 1-1.25 | prefill 1.25-3.25 | decode 3.25-3.5 | hybrid 3.5-4 | "
-        "hybrid 4-4.75 | decode 4.75-5 | prefill 5-6 | decode 6-6.25"
-    )
-    _, iterations = three_requests()
-    counters = [e for e in events if e["ph"] == "C" and e["pid"] == events[0]["pid"]]
-    shown = {}
-    for iteration in iterations:
-        for e in counters:
-            if e["ts"] == 1e6 * iteration.start:
-                assert shown.get(e["name"]) != e["args"]  # it is there for a change
-                shown[e["name"]] = e["args"]
-        assert shown["tokens"] == {
-            "prefill": iteration.prefill_tokens,
-            "decode": iteration.decode_tokens,
-        }
-        assert shown["free pages"] == {"pages": iteration.free_pages}
-        assert shown["requests"] == {"running": iteration.running, "waiting": iteration.waiting}
-        assert not iteration.budget or shown["token budget"] == {"tokens": iteration.budget}
-
-
-def test_each_run_is_a_process_and_each_micro_batch_a_lane(two_runs):
-    _, lanes = two_runs
-    assert [*lanes][:5] == [
-        ("vllm: engine", "iterations"),
-        *(("vllm: requests", f"request {i}") for i in range(4)),
-    ]
-    assert {lane: text for lane, text in lanes.items() if lane[0].startswith("orca")} == {
-        ("orca: engine", "micro-batch 0"): "prefill 0.5-1",
-        ("orca: engine", "micro-batch 1"): "prefill 0.5-1",
-        ("orca: requests", "request 7"): "waiting 0-0.5 | prefill chunk of 3 0.5-1",
-        ("orca: requests", "request 8"): "prefill chunk of 3 0.5-1",
-        ("orca: requests", "request 9"): "waiting 0.75-1",
-    }
-
-
-def test_a_run_without_iterations_is_still_a_trace(browser, tmp_path):
-    recorders = {"a": recorded([a_completion(0, 1, 3.0)], []), "b": recorded([], [])}
-    with opened_runs(browser, tmp_path, recorders, until="focused") as tab:
-        _, slices = read(save(tab))
-    lanes = ("a: engine", "iterations"), ("a: requests", "request 0"), ("b: engine", "iterations")
-    assert slices == {lane: [] for lane in lanes}
-
-
-def test_who_looks_late_sees_no_waiting_from_before_the_last_token(browser, tmp_path):
-    request = dict(arrival=0.0, prompt_len=4, pages=[], num_computed=0)
-    live = [
-        request | dict(id=0, output=2, times=[1.0, 5.0]),  # it was preempted
-        request | dict(id=1, output=0, times=[]),
-    ]
-    late = {"live": live, "settings": {"micro_batches": 1}}
-    (record,) = recorded([], [an_iteration(7.0, 8.0, [prefill(1, 4), prefill(0, 6)])]).records
-    show = "records => { for (const record of records) focused.run.apply(record); }"
-    with opened_runs(browser, tmp_path, {"a": recorded([], [])}, until="focused") as tab:
-        tab.evaluate(show, [late, record])
-        lanes = texts_of(read(save(tab))[1])
-    stall = "stall, caused by 1 5-8 | waiting 5-7 | prefill chunk of 6 7-8"
-    assert lanes["a: requests", "request 0"] == stall
-    assert lanes["a: requests", "request 1"] == "waiting 0-7 | prefill chunk of 4 7-8"
 
 
 RUNS = LOADS | {"sarathi-serve in a pipeline": dict(pages=80, pp=2)}
@@ -303,14 +90,3 @@ def test_a_trace_holds_all_that_happened_in_a_run(name, browser, tmp_path):
     stalled = {(s.request_id, s.end) for s in stalls}
     assert sum(row[-1] for row in events_of["decodes"]) == len(decodes - stalled)
     assert len(stalls) > 100
-
-
-@pytest.mark.slow
-def test_a_trace_of_500_requests_is_less_than_20_megabytes(browser, tmp_path):
-    _, recorder = simulated("sarathi-serve", pages=512, arrivals=a_load(500))
-    with opened_runs(browser, tmp_path, {"sarathi-serve": recorder}) as tab:
-        tab.focus("#save")
-        with tab.expect_download() as download:
-            tab.keyboard.press("Enter")
-        file = download.value.path()
-        assert len(read(file)[1]) == 501 and file.stat().st_size < 20e6

@@ -1,7 +1,4 @@
-"""The cost model against sums by hand, the real model's weights, and measured kernels.
-
-What whole iterations take beside the papers' times is in results/simulated, see
-test_papers_simulated.py."""
+"""The cost model, held against sums by hand, the real model's weights, and measured kernels."""
 
 import random
 from dataclasses import replace
@@ -18,10 +15,8 @@ from lab.simulator.devices import (
     DEVICES,
     GEOMETRIES,
     LINKS,
-    PARALLEL_BLOCKS,
     Device,
     Link,
-    find,
 )
 from model import GPT, GPTConfig
 
@@ -36,10 +31,6 @@ SMALL = GPTConfig("llama", vocab_size=100, n_layer=4, n_head=4, n_embd=8, n_kv_h
 PREFILL = (0, 10, 5)  # a chunk of 5 tokens after 10
 DECODES = [(1, 7, 1), (2, 19, 1)]  # they read 8 and 20 keys
 BATCH = [PREFILL, *DECODES]
-
-
-def num_weights(config, tp=1):
-    return config.n_layer * sum(rows * columns for rows, columns in matrices(config, tp))
 
 
 @pytest.mark.parametrize("name", ["llama-7b", "llama2-70b", "gpt2"])
@@ -59,16 +50,6 @@ def test_each_gpu_has_its_share_of_the_matrices():
     assert list(matrices(SMALL, 2)) == [(8, 8), (4, 8), (8, 16), (8, 8)]
     # each of four GPUs needs one of the two KV heads: preproj makes 1 + 2 heads of 2 numbers
     assert list(matrices(SMALL, 4)) == [(8, 6), (2, 8), (8, 8), (4, 8)]
-
-
-@pytest.mark.parametrize(
-    "name, published", [("gpt3-175b", 175e9), ("falcon-180b", 180e9), ("llama-33b", 32.5e9)]
-)
-def test_geometries_have_as_many_parameters_as_published(name, published):
-    config = GEOMETRIES[name]
-    embeddings = 1 if config.tie_embeddings else 2
-    parameters = num_weights(config) + embeddings * config.vocab_size * config.n_embd
-    assert parameters == pytest.approx(published, rel=0.01)
 
 
 def test_a_product_computes_whole_tiles():
@@ -214,14 +195,9 @@ def test_all_reduces_of_an_iteration(parallel_block, all_reduces):
     assert cost.layer_seconds(BATCH).all_reduce == pytest.approx(all_reduces * once)
 
 
-def test_devices_have_a_name_and_a_link_unless_given():
-    with pytest.raises(ValueError, match="device='b200': must be one of a100-80gb, a6000, a40, h1"):
-        find(DEVICES, "device", "b200")
+def test_a_device_known_by_its_data_sheet_reaches_the_share_of_an_a100():
     cost = CostModel.named("yi-34b", "a40", tp=2, pp=2)
     assert (cost.stage_link, cost.pp_link) == (LINKS["pcie4"], LINKS["infiniband"])
-    assert {device.link for device in DEVICES.values()} <= LINKS.keys()
-    assert set(PARALLEL_BLOCKS) == {"falcon-180b"}
-    # one that is known by its data sheet reaches the share of it that an A100 reaches
     for rate, share in (("flops", 989 / 312), ("bytes", 3.35 / 2.039)):
         for field in (f"{rate}_per_s", f"attention_{rate}_per_s"):
             assert getattr(DEVICES["h100"], field) == pytest.approx(share * getattr(A100, field))
@@ -256,19 +232,6 @@ def test_more_work_is_never_faster(cost):
         assert cost.seconds([*batch, chunk()]) > seconds
 
 
-@pytest.mark.parametrize(
-    "config, tp, pp, weights",
-    [
-        (SMALL, 1, 1, 4 * 576 + 2 * 800),
-        (replace(SMALL, tie_embeddings=True), 1, 1, 4 * 576 + 800),
-        (SMALL, 1, 2, 2 * 576 + 800),
-        (SMALL, 2, 2, 2 * 288 + 400),
-    ],
-)
-def test_weights_of_the_gpu_that_has_most(config, tp, pp, weights):
-    assert CostModel(config, MATH, tp=tp, pp=pp).weight_bytes() == 2 * weights
-
-
 @pytest.mark.parametrize("name", ["llama-7b", "llama2-70b", "gpt2"])
 def test_memory_on_one_gpu_is_that_of_the_engine(name):
     cost = CostModel(GEOMETRIES[name], replace(A100, memory_bytes=200e9))
@@ -277,29 +240,21 @@ def test_memory_on_one_gpu_is_that_of_the_engine(name):
     assert cost.max_batch(3000) == max_requests > 0
 
 
-def test_a_model_that_does_not_fit_says_what_to_do():
-    large = CostModel(GEOMETRIES["llama2-70b"], DEVICES["a6000"])
-    # 80 * (8192 * (10240 + 8192) + 3 * 8192 * 28672) and 2 * 32000 * 8192 of two bytes
-    message = "138.0 GB of weights do not fit 90% of the 48 GB of an A6000: try more tp or pp"
-    with pytest.raises(ValueError, match=message):
-        large.max_batch(1)
+def test_memory_is_what_weights_leave_of_nine_tenths():
     least_bytes = (7808 + 4 * 16) / 0.9  # of weights, and of one token
     assert CostModel(SMALL, replace(MATH, memory_bytes=least_bytes + 1e-6)).kv_tokens() == 1
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError):
         CostModel(SMALL, replace(MATH, memory_bytes=least_bytes - 2)).kv_tokens()
+    with pytest.raises(ValueError):
+        CostModel(SMALL, MATH, tp=3)
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"tp": 3}, "tp=3: must divide n_head=4"),
-        ({"pp": 3}, "pp=3: must divide n_layer=4"),
-        ({"tp": 4, "config": replace(SMALL, n_inner=18)}, "tp=4: must divide n_inner=18"),
-    ],
-)
-def test_bad_arrangements_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        CostModel(**{"config": SMALL, "device": MATH} | changes)
+def test_measured_excess_is_interpolated_from_nothing_at_no_tokens():
+    plain = CostModel(SMALL, MATH)
+    measured = replace(plain, measured_excess=((8, 0.8), (16, 0.8)))
+    for tokens, excess_s in ((4, 0.4), (8, 0.8), (12, 0.8)):
+        seconds = measured.seconds([(0, 0, tokens)]) - plain.seconds([(0, 0, tokens)])
+        assert seconds == pytest.approx(excess_s)
 
 
 def test_interpolation_is_linear_and_level_outside_of_the_points():

@@ -1,5 +1,4 @@
-"""fast/ on a CPU: blocks of queries, products of matrices and compiled layers compute what the
-plain way does."""
+"""fast/ on a CPU, held against torch's sdpa: blocks of queries, products, compiled layers."""
 
 import random
 
@@ -58,7 +57,7 @@ READERS = [[1] * 9, [2], [3, 3], [5], [5, 1, 2, 3, 1, 1], [1]]
 
 @pytest.mark.parametrize("times", [1, 3], ids=["mostly-read", "hardly-read"])
 @pytest.mark.parametrize("scattered", [False, True], ids=["in-order", "scattered"])
-@pytest.mark.parametrize("page_size, longest", [(1, 9), (4, 30), (16, 40), (16, 16), (40, 40)])
+@pytest.mark.parametrize("page_size, longest", [(1, 9), (4, 30), (16, 16)])
 @pytest.mark.parametrize("n_kv_head", [4, 2])
 def test_decodes_that_share_pages_equal_each_alone(
     n_kv_head, page_size, longest, scattered, times, monkeypatch

@@ -1,4 +1,4 @@
-"""The ladder of inventions: what each rung is known to cure and to cost, on a simulated A100."""
+"""The ladder of inventions, held against what each rung is known to cure, on a simulated A100."""
 
 import contextlib
 import io
@@ -6,8 +6,6 @@ import io
 import pytest
 
 from examples import ladder
-
-NOTHING = {"TTFT P50": 1.0, "longest stall": 0.0, "tokens/s": 100.0}
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +39,3 @@ def test_each_rung_cures_what_it_was_invented_for(table):
     assert number(maximal, "tokens/s") > number(chunks, "tokens/s")
     assert number(stall_free, "TTFT P50") < number(maximal, "TTFT P50")
     assert number(stall_free, "goodput") > 10 * number(vllm, "goodput")
-
-
-def test_what_changed_most_is_named_and_small_changes_are_not():
-    better = {"TTFT P50": 0.5, "longest stall": 0.0, "tokens/s": 105.0}
-    worse = {"TTFT P50": 1.05, "longest stall": 0.3, "tokens/s": 10.0}
-    assert ladder.changes(NOTHING, better) == ("TTFT P50 1 to 0.5", "")
-    assert ladder.changes(NOTHING, worse) == ("", "longest stall 0 to 0.3")
-    assert ladder.changes(worse, NOTHING) == ("longest stall 0.3 to 0", "")

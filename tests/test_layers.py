@@ -1,7 +1,4 @@
-"""Imports point down: no room knows what is built on it, and what only plans needs no torch.
-
-A *room* is a module at the top, a folder, or a folder of lab/. An import within a function, or for
-annotations alone, counts like any other."""
+"""Imports, held against a table: they point down, and what only plans needs no torch."""
 
 import ast
 import graphlib
@@ -139,11 +136,6 @@ def test_only_one_file_asks_for_fast():
     rooms = {room_of(module) for module, source in MODULES.items() if naming.search(source)}
     assert rooms - {"fast"} == {"runtime"}
     assert naming.findall(MODULES["runtime.runner"])
-
-
-def test_a_process_learns_its_place_before_slow_imports():
-    names = {name for name, _ in imports_of(MODULES["runtime.torchrun"], MODULES)}
-    assert not names & {*TOPS, "torch"}
 
 
 def test_no_modules_import_each_other_in_a_circle():

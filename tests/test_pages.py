@@ -1,130 +1,253 @@
-"""Pages: who owns them, which are found again, and who is evicted first."""
+"""Pages and prefixes, held against a dict from all tokens up to a page's end to that page."""
+
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from policies import POLICIES, make_scheduler
 from policies.pages import CachedPages
+from policies.referee import Referee
 from request import Request
-from tests.helpers import check_integrity, named, owned
+from tests.helpers import advance, check_integrity, named, owned
+
+EVERY = pytest.mark.parametrize("policy", POLICIES)
+TOKEN = st.integers(0, 1)
+SIZE = 2  # tokens of a page
 
 
-def hashes_of(pages, tokens):
-    """The hashes of all full pages of these tokens."""
-    return pages.hashes(Request(0, list(tokens), len(tokens), 1))
+def request_of(tokens, number=0, output_len=9):
+    return Request(number, list(tokens), len(tokens), output_len, arrival=float(number))
 
 
-class Model:
-    """Pages of two tokens, and what must be true of them."""
+class SharedPages(RuleBasedStateMachine):
+    """Requests that begin alike come, are computed, grow and go."""
 
-    def __init__(self, total):
-        self.pages = CachedPages(total, 2)
-        self.requests = []  # which have a block table
+    @initialize(total=st.integers(4, 12))
+    def start(self, total):
+        self.pages = CachedPages(total, SIZE)
+        self.requests = []  # those with a block table
         self.content = {}  # all tokens up to the end of a page -> the page that is found
-        self.left = []  # the found ones in no block table, the one left longest ago first
+        self.evictable = []  # found, and in no block table: the one left longest ago first
 
     def allocate(self, count, after=None):
-        """Blank pages, and where these are not enough those left longest ago; side by side where
-        that is possible."""
-        blank = set(range(self.pages.total)).difference(self.content.values(), owned(self.pages))
-        evicted = self.left[: max(0, count - len(blank))]
+        """Blank pages, then those left longest ago; side by side where that is possible."""
+        everything = set(range(self.pages.total))
+        blank = everything.difference(self.content.values(), owned(self.pages))
+        evicted = self.evictable[: max(0, count - len(blank))]
         free = blank.union(evicted)
         pages = self.pages.allocate(count, after)
-        assert len(set(pages)) == count and free.issuperset(pages)
+        assert len(set(pages)) == count
+        assert free.issuperset(pages)
         if after is not None:
             assert pages == [after + 1] or after + 1 not in free
         elif any(free.issuperset(range(first, first + count)) for first in free):
-            assert pages == [*range(pages[0], pages[0] + count)]
+            assert pages == list(range(pages[0], pages[0] + count))
         self.content = {key: page for key, page in self.content.items() if page not in evicted}
-        self.left = self.left[len(evicted) :]
+        self.evictable = self.evictable[len(evicted) :]
         return pages
 
+    @rule(tokens=st.lists(TOKEN, min_size=1, max_size=8))
     def admit(self, tokens):
-        """A new request, if there is memory."""
         found = []
-        for end in range(2, len(tokens), 2):  # at least one token is left
-            if tuple(tokens[:end]) not in self.content:
+        for end in range(SIZE, len(tokens), SIZE):  # at least one token is left to compute
+            page = self.content.get(tuple(tokens[:end]))
+            if page is None:
                 break
-            found.append(self.content[tuple(tokens[:end])])
-        request = Request(0, tokens, len(tokens), 9)
+            found.append(page)
+        request = request_of(tokens)
         assert self.pages.find(request) == found
-        count = self.pages.needed(len(tokens)) - len(found)
         unread = set(found).difference(owned(self.pages))
         assert self.pages.count_free(found) == len(unread)
+        count = self.pages.needed(len(tokens)) - len(found)
         if count + len(unread) > self.pages.num_free:
             assert self.pages.allocate(self.pages.num_free + 1) is None
             return
         self.pages.take(found)
-        self.left = [page for page in self.left if page not in found]
+        self.evictable = [page for page in self.evictable if page not in found]
         request.pages = found + self.allocate(count)
-        request.num_computed = 2 * len(found)
+        request.num_computed = SIZE * len(found)
         self.requests.append(request)
 
-    def compute(self, request, count):
-        """Some more of its pages are full."""
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def compute(self, data, count):
+        request = data.draw(st.sampled_from(self.requests))
         start = request.num_computed
-        request.num_computed = min(start + 2 * count, len(request.tokens) // 2 * 2)
+        request.num_computed = min(start + SIZE * count, len(request.tokens) // SIZE * SIZE)
         self.pages.keep(request, start)
-        for end in range(start + 2, request.num_computed + 1, 2):
-            self.content.setdefault(tuple(request.tokens[:end]), request.pages[end // 2 - 1])
+        for end in range(start + SIZE, request.num_computed + 1, SIZE):
+            page = request.pages[end // SIZE - 1]
+            self.content.setdefault(tuple(request.tokens[:end]), page)
 
-    def grow(self, request, token):
-        """One token more, and a page for it where there is none."""
-        if len(request.tokens) == 2 * len(request.pages):
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), token=TOKEN)
+    def grow(self, data, token):
+        request = data.draw(st.sampled_from(self.requests))
+        last = request.pages[-1]
+        if len(request.tokens) == SIZE * len(request.pages):
             if not self.pages.num_free:
-                assert self.pages.allocate(1, after=request.pages[-1]) is None
+                assert self.pages.allocate(1, after=last) is None
                 return
-            request.pages += self.allocate(1, after=request.pages[-1])
+            request.pages += self.allocate(1, after=last)
         request.tokens.append(token)
 
-    def free(self, request):
-        """Its block table is given back."""
-        self.pages.free(request.pages)
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def free(self, data):
+        request = data.draw(st.sampled_from(self.requests))
         self.requests.remove(request)
+        self.pages.free(request.pages)
         found = set(self.content.values()).difference(owned(self.pages))
-        self.left += [page for page in reversed(request.pages) if page in found]
+        self.evictable += [page for page in reversed(request.pages) if page in found]
 
+    @invariant()
     def check(self):
-        """What must hold between any two actions."""
         check_integrity(self.pages, [request.pages for request in self.requests])
         assert named(self.pages) == set(self.content.values())
-        for tokens, page in self.content.items():  # whoever began so, and ended or not
-            assert self.pages.match_prefix(hashes_of(self.pages, tokens)[-1:]) == [page]
+        for tokens, page in self.content.items():
+            page_hash = self.pages.hashes(request_of(tokens))[-1]
+            assert self.pages.match_prefix([page_hash]) == [page]
         for page in set(range(self.pages.total)).difference(owned(self.pages)):
             with pytest.raises(AssertionError):
-                self.pages.free([page])
+                self.pages.free([page])  # never twice
+
+    def teardown(self):
+        if not hasattr(self, "pages"):
+            return
+        for request in self.requests:
+            self.pages.free(request.pages)
+        total = self.pages.total
+        assert self.pages.allocate(total) == list(range(total))  # all runs have joined
+        assert not named(self.pages)
 
 
-@settings(deadline=None)
-@given(st.data(), st.integers(4, 12))
-def test_pages_are_found_shared_and_given_away_as_they_promise(data, total):
-    model = Model(total)
-    token = st.integers(0, 1)
-    tokens = st.lists(token, min_size=1, max_size=8)
-    actions = [model.admit, model.compute, model.admit, model.compute, model.grow, model.free]
-    arguments = {model.compute: [st.integers(1, 4)], model.grow: [token], model.free: []}
-    for _ in range(data.draw(st.integers(0, 40))):
-        action = data.draw(st.sampled_from(actions))
-        if action == model.admit or not model.requests:
-            model.admit(data.draw(tokens))
-        else:
-            request = data.draw(st.sampled_from(model.requests))
-            action(request, *map(data.draw, arguments[action]))
-        model.check()
-    for request in list(model.requests):
-        model.free(request)
-    model.check()
-    assert model.allocate(total) == list(range(total))  # all runs have joined
-    assert named(model.pages) == set()
+TestSharedPages = SharedPages.TestCase
+TestSharedPages.settings = settings(stateful_step_count=40, deadline=None)
 
 
 def test_a_page_hash_stands_for_all_tokens_up_to_its_end():
-    pages = CachedPages(4, 2)
+    pages = CachedPages(4, SIZE)
     beginnings = [[1, 2], [2, 1], [1, 258], [256, 1], [1, 2, 1, 2], [3, 4, 1, 2], [1, 2**40]]
     beginnings += [[0, 0], [0, 0, 0, 0]]
-    last = {hashes_of(pages, tokens)[-1] for tokens in beginnings}
+    last = {pages.hashes(request_of(tokens))[-1] for tokens in beginnings}
     assert len(last) == len(beginnings)
-    growing = Request(0, [1, 2, 3], 3, 9)
-    assert pages.hashes(growing) == hashes_of(pages, [1, 2])
+    growing = request_of([1, 2, 3])
+    assert pages.hashes(growing) == pages.hashes(request_of([1, 2]))
     growing.tokens += [4, 5, 6, 7]  # goes on where it was
-    assert pages.hashes(growing) == hashes_of(pages, (1, 2, 3, 4, 5, 6))
+    assert pages.hashes(growing) == pages.hashes(request_of([1, 2, 3, 4, 5, 6]))
+
+
+def queue(policy, page_size=4, pages=32, chunk=64):
+    """A scheduler that shares pages, under the eyes of a referee."""
+    sizes = dict(chunk=chunk, max_batch=9, max_len=64)
+    scheduler = make_scheduler(policy, CachedPages(pages, page_size), **sizes)
+    Referee(scheduler, policy)
+    return SimpleNamespace(scheduler=scheduler, count=0)
+
+
+def add(line, tokens, output_len):
+    """A Request that arrives after all others."""
+    request = request_of(tokens, line.count, output_len)
+    line.count += 1
+    line.scheduler.add(request)
+    return request
+
+
+def step(line):
+    """One iteration that samples token 99: {request id: (start, length)}."""
+    batch = line.scheduler.next_batch()
+    chunks = {request.id: (start, length) for request, start, length in batch}
+    advance(line.scheduler, batch, token=99)
+    return chunks
+
+
+def run(line):
+    """Iterations until nothing is left."""
+    steps = []
+    while line.scheduler.requests:
+        steps.append(step(line))
+    return steps
+
+
+@EVERY
+@pytest.mark.parametrize("output_len, cached_tokens", [(6, 8), (7, 12)])
+def test_the_next_turn_of_a_chat_finds_what_was_generated(policy, output_len, cached_tokens):
+    # the last token is not computed: of 6 + 6 tokens 11 are, of 6 + 7 it is 12
+    line = queue(policy)
+    first = add(line, range(6), output_len)
+    run(line)
+    changed = list(first.tokens)
+    changed[7] = 7  # the last token of the second page
+    turn = add(line, [*first.tokens, 5, 5, 5], 1)
+    other = add(line, [*changed, 5, 5, 5], 1)
+    run(line)
+    assert [r.cached_tokens for r in (first, turn, other)] == [0, cached_tokens, 4]
+
+
+@pytest.mark.parametrize("page_size, found", [(1, 7), (2, 6), (4, 4), (8, 0)])
+@EVERY
+def test_at_least_one_token_of_a_prompt_is_computed(policy, page_size, found):
+    line = queue(policy, page_size, pages=256 // page_size)
+    add(line, range(8), 2)
+    assert run(line)[0] == {0: (0, 8)}
+    add(line, range(8), 2)
+    assert run(line) == [{1: (found, 8 - found)}, {1: (8, 1)}]
+
+
+@pytest.mark.parametrize("gone, found", [(0, 8), (1, 8), (2, 4), (3, 0)])
+@EVERY
+def test_a_preempted_request_finds_its_remaining_pages(policy, gone, found):
+    line = queue(policy)
+    pages = line.scheduler.pages
+    request = add(line, range(10), 9)
+    while len(request.tokens) < 13:
+        step(line)
+    line.scheduler.preempt(request)
+    assert len(named(pages)) == 3
+    pages.free(pages.allocate(32 - 3 + gone))  # others took them: first the end of the request
+    assert step(line) == {0: (found, 13 - found)}
+    run(line)
+    assert (request.cached_tokens, request.recomputed_tokens) == (found, 12)
+
+
+@pytest.mark.parametrize("chunk", [2, 64])
+@EVERY
+def test_a_prefill_of_one_uncached_token_is_not_a_decode(policy, chunk):
+    """It would be one that the batch has not counted, which the referee does not allow."""
+    line = queue(policy, page_size=1, pages=256, chunk=chunk)
+    add(line, range(3), 9)
+    victim = add(line, range(50, 53), 9)
+    while not (victim.is_decoding and len(victim.tokens) > 4):
+        step(line)
+    end = len(victim.tokens)
+    line.scheduler.preempt(victim)
+    run(line)
+    assert victim.cached_tokens == end - 2
+
+
+def test_pages_are_found_as_soon_as_they_are_computed_and_not_before():
+    line = queue("sarathi-serve", chunk=8)
+    add(line, range(20), 1)
+    add(line, range(20), 1)
+    assert run(line) == [{0: (0, 8)}, {0: (8, 8)}, {0: (16, 4), 1: (16, 4)}]
+
+
+def test_vllm_counts_what_is_to_be_computed_of_whole_prompts():
+    line = queue("vllm")  # at most 64 tokens in a batch of prompts
+    add(line, range(60), 1)
+    run(line)
+    for _ in range(4):
+        add(line, range(60), 1)
+    assert step(line) == {n: (56, 4) for n in range(1, 5)}
+
+
+def test_found_pages_of_running_requests_take_no_memory():
+    line = queue("sarathi-serve", pages=17)
+    add(line, range(60), 4)  # 15 pages, and one to grow into
+    step(line)
+    add(line, [*range(56), 9, 9], 2)  # 14 of them, and the last one that is left
+    step(line)
+    assert len(line.scheduler.running) == 2

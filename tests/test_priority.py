@@ -58,7 +58,7 @@ def step(sim):
     return ids(chunk.request for chunk in sim.step())  # the ids in the next batch
 
 
-def test_a_promise_is_a_service():  # what is refused: test_wrong_values.py
+def test_a_promise_is_a_service():  # what is refused: test_memory.py
     assert make_service() == Service(NORMAL)
     targets = dict(ttft_slo=2, tbt_slo=0.1)
     for priority, name in enumerate(PRIORITIES):

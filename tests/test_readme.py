@@ -1,4 +1,4 @@
-"""The code in the READMEs runs, their commands parse, and what they say of files is so."""
+"""READMEs, held against the repository: code runs, commands parse, files and sizes are so."""
 
 import ast
 import inspect
@@ -8,7 +8,6 @@ import re
 import shlex
 import textwrap
 import tokenize
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,6 @@ import server.__main__
 from engine import Engine
 from examples import ladder
 from examples.compare import __main__ as compare
-from kv_cache import Pages
-from lab.simulator.cost_model import CostModel
 from sampling import SamplingParams
 from scheduler import SarathiServe
 from tests.helpers import ROOT, alone, parse, repository, tiny_model
@@ -96,22 +93,6 @@ def test_the_core_is_as_large_as_the_readme_says():
     assert numbers == pytest.approx([tokens, lines, tokens / lines], rel=0.02), counted
 
 
-def test_docstrings_lead_through_the_core_in_the_order_of_the_readme():
-    assert [line.split()[0] for line in ORDER] == [str(i + 1) for i in range(9)]
-    paths = reading_list()
-    assert len(paths) == 11
-    docs = {path: ast.get_docstring(ast.parse((ROOT / path).read_text("utf-8"))) for path in paths}
-    for path, following in pairwise(paths):
-        named = re.search(r"[\w/]*\w(?:\.py|/)", docs[path].partition("Read next:")[2])
-        name = following.removesuffix("__init__.py")
-        assert named and named[0] in (name, Path(name).name), f"{path}: Read next: {name}"
-    for i, path in enumerate(paths):
-        before = docs[path].partition("Read first:")[2].partition("Read next:")[0]
-        before = before.partition("Beside it:")[0]
-        for name in re.findall(r"\w+\.py", before):
-            assert name in {Path(earlier).name for earlier in paths[:i]}, f"{path}: {name}"
-
-
 def test_the_simulator_counts_what_is_off_as_its_results_do():
     results = json.loads((ROOT / "results/simulated/simulated.json").read_text("utf-8"))
     errors: dict[str, list[float]] = {"text": [], "data": [], "reading": [], "fitted": []}
@@ -156,18 +137,6 @@ def test_a_policy_can_be_added_as_described(tmp_path):
         assert [completion.output for completion in completions] == expected
 
 
-def test_what_the_template_names_is_there():
-    scheduler = SarathiServe(Pages(1, 8), chunk=8, max_batch=1, max_len=8)
-    names = re.findall(r"`self\.(\w+)", TEMPLATE) + re.findall(r"(?m)^    (\w+)\(", TEMPLATE)
-    assert len(names) >= 9 and all(hasattr(scheduler, name) for name in names)
-
-
-@pytest.mark.parametrize("block", re.findall(r"(?m)^class (?:.+\n|\n(?= ))+", POLICIES + "\n"))
-def test_a_policy_that_the_template_has_too_is_the_same_there(block):
-    name = block.partition("(")[0]
-    assert f"{name}(" not in TEMPLATE or block.rstrip() in TEMPLATE
-
-
 def commands(text):
     """The commands in the blocks, the sentences and the tables of a README."""
     lines = []
@@ -209,41 +178,6 @@ def test_every_command_parses(room, tmp_path, monkeypatch):
         except ValueError as error:  # the options are right, and torchrun has to start it
             assert "processes: torchrun" in str(error), (program, argv)
             continue
-
-
-def cells(line):
-    """The cells of a line of a Markdown table."""
-    return [cell.strip() for cell in line.strip("|\n").split("|")]
-
-
-@pytest.mark.slow
-def test_the_headline_is_printed_by_its_command(capsys):
-    section = MAIN.partition("## What it gains")[2].partition("\n## ")[0]
-    (command,) = (command for command in program_lines(section) if "--simulate" in command)
-    ladder.main(command[1:])
-    printed, headline = (
-        [cells(line) for line in re.findall(r"(?m)^\|.*", text)]
-        for text in (capsys.readouterr().out, section)
-    )
-    heads = headline[0]
-    columns = [printed[0].index(head) for head in heads]
-    assert [rung for rung, *_ in headline[2:]] == list(ladder.LADDER)
-    assert headline[2:] == [[row[column] for column in columns] for row in printed[2:]]
-
-
-def test_the_roofline_is_that_of_the_cost_model():
-    cost = CostModel.named("llama3-8b", "a100-80gb")
-    drawing = MAIN.partition("matrix products of one iteration")[2].partition("```")[0]
-    rows = re.findall(r"(?m)^ +(.+?) {2,}([\d.]+) ms  (█+)", drawing)
-    names = ["1 decode", "32 decodes", "a chunk of 225", "a chunk of 225, 31 decodes"]
-    assert [name for name, *_ in rows] == names
-    for name, said, bar in rows:
-        chunk, decodes = [re.search(text, name) for text in (r"chunk of (\d+)", r"(\d+) decode")]
-        batch = [(i, 1000, 1) for i in range(int(decodes[1]) if decodes else 0)]
-        if chunk:
-            batch.append((99, 0, int(chunk[1])))
-        milliseconds = 1e3 * cost.layers * cost.layer_seconds(batch).linear
-        assert said == f"{milliseconds:.1f}" and len(bar) == round(milliseconds)
 
 
 def test_every_file_at_the_top_and_every_room_is_named():

@@ -3,8 +3,6 @@
 import pytest
 
 from engine import Engine
-from page.records import Recorder
-from sampling import SamplingParams
 from tests.helpers import tiny_model
 from tests.pages import Truth, in_turn, recorded
 
@@ -40,22 +38,7 @@ def test_the_reason_why_the_head_of_the_queue_waits_is_recorded(policy, sizes, w
     assert why in [record["why"] for record in records]
 
 
-ALIKE = [(0, 64, 9, 64), (0, 100, 9, 100), (0, 120, 9, 120)]
 # request 0 leaves 4 pages behind; 1 takes the others and the last of these
-IN_TURN = [(0, 64, 1, 64), (1, 75, 5, 0), (2, 80, 9, 80)]
-
-
-@pytest.mark.parametrize(
-    "requests, whys",
-    [
-        # 0 has 5 of the 8 pages with that of its output, 1 shares 4 of them and has the other 3
-        (ALIKE, [["pages", 7, 4], ["pages", 8 - 4, 0]]),
-        (IN_TURN, [["pages", 5, 3]]),  # 2 finds 3 of its 5 pages, all of those that are free
-    ],
-)
-def test_pages_needed_are_fewer_when_shared_and_include_unread_ones(requests, whys):
-    records = records_of("sarathi-serve", requests, chunk=64, pages=8, prefix_caching=True)
-    assert [record["why"] for record in records if record["why"]][: len(whys)] == whys
 
 
 def test_a_failed_step_is_recorded_once_with_all_its_pages(monkeypatch):
@@ -79,17 +62,3 @@ def test_a_failed_step_is_recorded_once_with_all_its_pages(monkeypatch):
     assert record["pages"] == [[0, 0, 0, 1, 2]] and record["chunks"] == [[0, 0, 16]]
     (live,) = recorder.snapshot()["live"]
     assert (live["num_computed"], live["pages"], live["output"]) == (16, [0, 1, 2], 0)
-
-
-def test_an_aborted_request_has_ended_in_the_next_record():
-    recorder = Recorder()
-    engine = Engine(tiny_model(), chunk=16, max_batch=2, max_len=64)
-    recorder.watch([engine.scheduler])
-    for _ in range(2):
-        engine.add_request([1] * 20, SamplingParams(max_new_tokens=9))
-    for n in range(3):
-        if n == 1:
-            engine.abort(0)
-        engine.step()
-        recorder.add(engine.last_iteration)
-    assert [record["ended"] for record in in_turn(recorder)] == [[], [[0, "abort"]], []]

@@ -1,9 +1,4 @@
-"""The one-time profile: what it times, what it chooses, what auto_budget makes of it.
-
-No clock is believed.
-"""
-
-import warnings
+"""The token budget, held against the largest of all budgets under a law. No clock is believed."""
 
 import pytest
 
@@ -84,13 +79,7 @@ def test_each_case_is_run_and_gets_its_own_times(monkeypatch):
     assert rows == [Profiled(3, 20, 3, 3.0, 0.0), Profiled(8, 30, 2, 8.0, 0.5)]
 
 
-@pytest.mark.parametrize("policy", ["request-level", "orca", "vllm", "hybrid-only"])
-def test_auto_is_refused_where_prompts_are_not_cut(policy):
-    with pytest.raises(ValueError, match=f"chunk: policy '{policy}' does not cut prompts"):
-        auto(policy, max_batch=2, max_len=32)
-
-
-@pytest.mark.parametrize("tile", [1, 8, 32, 128])
+@pytest.mark.parametrize("tile", [1, 32])
 @pytest.mark.parametrize("decodes", [1, 6, 32])
 @pytest.mark.parametrize("most", [100, 257, 1024])
 def test_the_budget_is_the_largest_of_whole_tiles_that_meets_the_slo(law, tile, decodes, most):
@@ -107,9 +96,7 @@ def test_the_budget_is_the_largest_of_whole_tiles_that_meets_the_slo(law, tile, 
 
         every = range(first, max(most, first) + 1, tile)
         if not any(meets(budget) for budget in every):
-            takes = f"{linear(decodes, 900, decodes):.4g} s at a context of 900"
-            message = f"tbt_slo={target:.4g}: no .* meets it, {decodes} decodes alone take {takes}"
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(ValueError):
                 choose_budget(None, *limits)
             continue
         del asked[:]
@@ -120,23 +107,6 @@ def test_the_budget_is_the_largest_of_whole_tiles_that_meets_the_slo(law, tile, 
         assert {case[:2] for case in asked} >= {(b, c) for b in (decodes, budget) for c in contexts}
 
 
-@pytest.mark.parametrize("tbt_slo, unsteady", [(None, 32), (0.1, 8), (0.1, 96), (0.1, None)])
-def test_auto_warns_of_times_on_a_busy_machine(monkeypatch, tbt_slo, unsteady):
-    def time_iterations(runner, cases, repeats=2):
-        return [
-            Profiled(*case, linear(*case), spread=0.3 if case[0] == unsteady else 0.2)
-            for case in cases
-        ]
-
-    monkeypatch.setattr(slo, "time_iterations", time_iterations)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        auto("dynamic", max_batch=8, max_len=256, policy_options=dict(tbt_slo=tbt_slo, tile=4))
-    texts = [str(warning.message) for warning in caught if warning.filename == __file__]
-    assert len(texts) == (unsteady is not None)
-    assert all("times spread by 30%, is the machine busy?" in text for text in texts)
-
-
 PROMPTS = [[7, 8, 9], [1] * 20, [5], [3, 1, 4, 1, 5, 9, 2, 6] * 4, [60, 0, 60]]
 
 
@@ -145,23 +115,7 @@ def auto(policy, **settings):
     return Engine(model, auto_budget(Engine(model, policy=policy, **settings)))
 
 
-def test_the_base_iteration_reads_distinct_pages_even_if_few_exist(law, monkeypatch):
-    law(linear)
-    runners = []
-    timed = slo.time_iterations
-
-    def look(runner, *arguments, **options):
-        runners.append(runner)
-        return timed(runner, *arguments, **options)
-
-    monkeypatch.setattr(slo, "time_iterations", look)
-    auto("sarathi-serve", max_batch=4, max_len=64, page_size=16, pages=5)
-    spans = hybrid_spans(runners[0].cache, 32, 32, 32)  # at a context of max_len / 2
-    pages = [page for span in spans for page in span.pages]
-    assert len(spans) == 32 and len(set(pages)) == len(pages)
-
-
-@pytest.mark.parametrize("policy", ["sarathi-serve", "sarathi", "dynamic", "priority"])
+@pytest.mark.parametrize("policy", ["sarathi-serve", "dynamic"])
 def test_auto_finds_a_budget_and_leaves_nothing_behind(policy, monkeypatch):
     monkeypatch.setitem(slo.SLOS, "strict", 1e6)  # the machine may be busy
     params = SamplingParams(8, temperature=1.0, seed=3)
@@ -186,23 +140,5 @@ def test_auto_keeps_its_profile_for_the_dynamic_budget(law, policy):
     predicted = scheduler.iteration_time.predict(Profiled(96, 128, 8, 0).shape)
     assert predicted == pytest.approx(0.1, rel=0.03)
     for tbt_slo in (0.005, linear(8, 128, 8)):  # below a decode iteration; no room for a chunk
-        message = f"tbt_slo={tbt_slo:.4g}: no token budget meets it, 8 decodes alone take 0.01102 s"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError):
             auto(policy, max_batch=8, max_len=256, policy_options=dict(tbt_slo=tbt_slo))
-
-
-@pytest.mark.parametrize("policy, tile", [("sarathi-serve", 32), ("sarathi", 1)])
-def test_without_an_slo_auto_takes_the_strict_one(law, policy, tile):
-    law(linear)
-    options = {"tile": tile} if policy == "sarathi" else {}
-    chunk = auto(policy, max_batch=8, max_len=256, policy_options=options).scheduler.chunk
-    strict = 5 * linear(32, 128, 32)
-    assert chunk == max(b for b in range(tile, 257, tile) if linear(b, 128, 8) <= strict)
-
-
-@pytest.mark.parametrize("max_len, max_batch", [(2, 1), (2, 3), (20, 40), (33, 40), (64, 40)])
-@pytest.mark.parametrize("policy", ["sarathi-serve", "sarathi", "priority", "chunked-only"])
-def test_auto_works_however_short_the_requests_are(law, policy, max_len, max_batch):
-    law(lambda budget, context, decodes: 1.0)
-    engine = auto(policy, max_batch=max_batch, max_len=max_len)
-    assert engine.scheduler.chunk > min(32, max_batch)

@@ -1,8 +1,6 @@
-"""Workloads have the lengths and arrivals that they say, and a bad trace is refused in one line."""
+"""Workloads, held against published statistics, formulas and lines of a trace by hand."""
 
-import csv
 import math
-import re
 
 import numpy as np
 import pytest
@@ -19,9 +17,6 @@ from lab.measure.workload import (
 )
 
 HEADER = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
-LINES = "1,374,44\n3,5,6\n"
-NO_TIME = ("-0.5", "nan", "inf", "1e12")
-NO_LEN = ("", "0", "2.5", "-3", "inf", "nan", "1e10")
 
 
 def share_below(values, threshold):
@@ -48,49 +43,12 @@ def test_without_a_limit_the_samples_have_the_published_statistics(name, monkeyp
     assert correlation == pytest.approx(0, abs=4 / math.sqrt(n))  # drawn apart
 
 
-LIMITED = [  # by quadrature: medians and the p90 of what is left of two log-normals
-    ("sharegpt4", 1623, 4553, 414),
-    ("arxiv", 6887, 11876, 208),
-]
-
-
-@pytest.mark.parametrize("name, median, p90, output_median", LIMITED)
-def test_the_limit_shortens_the_samples_as_the_docstring_says(name, median, p90, output_median):
-    pairs = sample_lengths(name, 20_000, 10**9, seed=0)
-    prompts, outputs = zip(*pairs, strict=True)
-    for values, length, share in [
-        (prompts, median, 0.5),
-        (prompts, p90, 0.9),
-        (outputs, output_median, 0.5),
-    ]:
-        assert share_below(values, length) == pytest.approx(share, abs=tolerance(share, 20_000))
-    assert f"{median:,}" in sample_lengths.__doc__ and f"{p90:,}" in sample_lengths.__doc__
-    totals = [sum(pair) for pair in pairs]
-    assert max(totals) <= LENGTHS[name].limit
-    assert totals.count(LENGTHS[name].limit) < 20  # nothing piles up there
-
-
 @pytest.mark.parametrize("name", LENGTHS)
-@pytest.mark.parametrize("max_len", [2, 3, 7, 64, 257, 1000, 8192, 16384])
+@pytest.mark.parametrize("max_len", [2, 64, 1000, 16384])
 def test_every_sample_fits_the_model(name, max_len):
     for pair in sample_lengths(name, 2000, max_len, seed=3):
         assert min(pair) >= 1 and sum(pair) <= max_len
         assert [type(length) for length in pair] == [int, int]
-
-
-@pytest.mark.parametrize("name", LENGTHS)
-def test_samples_shrink_for_a_small_model_and_stay_for_a_large_one(name):
-    limit = LENGTHS[name].limit
-    full = sample_lengths(name, 500, limit, seed=1)
-    small = sample_lengths(name, 500, limit // 4, seed=1)
-    assert np.abs(np.array(small) - np.array(full) / 4).max() <= 0.5  # rounded
-    assert sample_lengths(name, 500, 100 * limit, seed=1) == full
-
-
-def test_rounding_up_never_takes_the_last_token(monkeypatch):
-    uneven = workload.LengthStatistics((10, 11), (80, 90), 100)
-    monkeypatch.setitem(LENGTHS, "arxiv", uneven)
-    assert set(sample_lengths("arxiv", 100, 2, seed=0)) == {(1, 1)}  # 0.2 and 1.6 of 2 tokens
 
 
 def test_samples_depend_on_the_seed_and_fewer_are_the_first_of_them():
@@ -109,16 +67,6 @@ def test_gaps_are_exponential_at_the_rate(qps):
     for mean_gaps in (0.1, 1, 3):
         share = 1 - math.exp(-mean_gaps)
         assert (gaps < mean_gaps).mean() == pytest.approx(share, abs=tolerance(share, 20_000))
-
-
-def test_two_rates_see_the_same_requests_and_the_same_gaps_up_to_a_factor():
-    lengths = sample_lengths("arxiv", 200, 4096, seed=2)
-    slow = poisson(lengths, 3, seed=2)
-    fast = poisson(lengths, 7.5, seed=2)
-    assert [a[1:3] for a in slow] == [a[1:3] for a in fast] == lengths
-    assert [a.time / 2.5 for a in slow] == pytest.approx([a.time for a in fast])
-    assert poisson(lengths[:50], 3, seed=2) == slow[:50]
-    assert poisson(lengths, 3, seed=4) != slow
 
 
 def test_lengths_gaps_and_prompts_of_one_seed_do_not_share_random_numbers(monkeypatch):
@@ -141,14 +89,6 @@ def test_rescale_runs_a_trace_at_another_rate():
     assert workload.rescale(arrivals, 2) == expected
 
 
-def test_prompts_are_random_tokens_of_the_vocabulary():
-    arrivals = [Arrival(0.0, 700, 1), Arrival(1.0, 1, 5), Arrival(1.0, 300, 2)]
-    first, one, second = workload.prompts(arrivals, vocab_size=7, seed=0)
-    assert (len(first), len(one), len(second)) == (700, 1, 300)
-    assert set(first + second) == set(range(7)) and {type(token) for token in first} == {int}
-    assert first[:300] != second
-
-
 def test_prompts_begin_with_one_of_some_prefixes_and_go_on_as_without():
     arrivals = [Arrival(0.0, 5, 5)] * 40
     longer = [arrival._replace(prompt_len=25) for arrival in arrivals]
@@ -167,17 +107,9 @@ def test_lengths_are_sampled_or_repeated_in_equal_shares():
     assert make_lengths("arxiv", 9, 64, 5) == sample_lengths("arxiv", 9, 64, 5)
     assert make_lengths("5+3", 2, 8, 0) == [(5, 3), (5, 3)]
     assert make_lengths(" 5 + 3,1+1,2+2", 5, 8, 0) == [(5, 3), *[(1, 1)] * 2, *[(2, 2)] * 2]
-    for lengths in ("sharegpt", "0+1", "1+0", "5+4", "5", "5+3,", "-5+3", "5+3+1", "5.0+3"):
-        problem = "must be sharegpt4, arxiv or PROMPT.OUTPUT, .* of at most 8, --max-len less "
-        with pytest.raises(ValueError, match=f"^--lengths {re.escape(repr(lengths))}: {problem}"):
-            make_lengths(lengths, 9, 8, 0)
-    with pytest.raises(ValueError, match="--requests 2: must be at least 3, as --lengths has"):
-        make_lengths("5+3,1+1,2+2", 2, 8, 0)
-
-
-def test_arrivals_all_at_one_time_have_no_rate():
-    with pytest.raises(ValueError, match="3, all at one time, have no rate"):
-        workload.rescale([Arrival(1.0, 1, 1)] * 3, 1)
+    for lengths, count in (("sharegpt", 9), ("0+1", 9), ("5+4", 9), ("5+3,1+1,2+2", 2)):
+        with pytest.raises(ValueError):
+            make_lengths(lengths, count, 8, 0)
 
 
 @pytest.fixture
@@ -202,22 +134,6 @@ def test_a_trace_is_sorted_and_begins_at_0(write):
         read_trace(file.with_name("missing.csv"), max_len=1000)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "\ufeff" + (HEADER + LINES).replace("\n", "\r\n"),  # a byte order mark, Windows' lines
-        HEADER + "\n1,374,44\n\n3,5,6",  # a blank line, and no newline at the end
-        HEADER + "1e0,374.0,44.0\n3.00,5,6.0\n",
-        'id,num_prefill_tokens,"note",arrived_at,num_decode_tokens\nx,374,"a, b",1,44\ny,5,,3,6\n',
-        "arrived_at, num_prefill_tokens, num_decode_tokens\n1, 374, 44\n3, 5, 6\n",
-    ],
-)
-def test_the_same_trace_in_other_spellings(write, content):
-    arrivals, left_out = read_trace(write(content), max_len=1000)
-    assert arrivals == [Arrival(0.0, 374, 44), Arrival(2.0, 5, 6)] and left_out == 0
-    assert all([type(value) for value in a[:3]] == [float, int, int] for a in arrivals)
-
-
 def test_a_trace_is_cut_to_what_fits_and_the_rest_is_counted(write):
     file = write(HEADER + "5,99,1\n1,90,11\n2,90,10\n6,90,90\n3,1,100\n4,50,50\n")
     fit = [Arrival(0.0, 90, 10), Arrival(2.0, 50, 50), Arrival(3.0, 99, 1)]
@@ -227,50 +143,17 @@ def test_a_trace_is_cut_to_what_fits_and_the_rest_is_counted(write):
     file = write(HEADER + "0,1006,206\n1,3,4000\n2,9000,2000\n")
     scaled = [Arrival(0.0, 101, 21), Arrival(1.0, 1, 400)]  # rounded, not cut
     assert read_trace(file, max_len=401, scale=0.1) == (scaled, 1)
-    match = "trace.csv: none of its 2 requests fits max_len=100 at scale=1"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError):
         read_trace(write(HEADER + "0,50,60\n1,50,51\n"), max_len=100)
 
 
 @pytest.mark.parametrize(
-    "content, match",
-    [
-        ("", r"1: column 'arrived_at' is 0 times in the header \[\]: must have each of arrived"),
-        ("\ufeff", r"1: column 'arrived_at' is 0 times in the header \[\]"),
-        ("1,2,3\n4,5,6\n", r"1: column 'arrived_at' is 0 times in the header \['1', '2', '3'\]"),
-        ("arrived_at,num_decode_tokens\n1,2\n", "1: column 'num_prefill_tokens' is 0 times"),
-        (HEADER.strip() + ",arrived_at\n1,2,3,4\n", "1: column 'arrived_at' is 2 times"),
-        (HEADER + "1,2,3\n1,2\n", "3: 2 fields: must be 3"),
-        (HEADER + "1,2,3,4\n", "2: 4 fields: must be 3"),
-        (HEADER + "1,2,3\n\nsoon,2,3\n", "4: arrived_at='soon': must be a number of seconds"),
-        *((f"{HEADER}{x},2,3\n", f"2: arrived_at='{x}': must be a number of") for x in NO_TIME),
-        *((f"{HEADER}1,{x},3\n", f"2: num_prefill_tokens='{x}': must be a whole") for x in NO_LEN),
-        *((f"{HEADER}1,2,{x}\n", f"2: num_decode_tokens='{x}': must be a whole") for x in NO_LEN),
-        (HEADER + '1,2,"3\n', "2: unexpected end of data"),
-        (HEADER.encode() + b"1,2,3\n1,\xff,3\n", "3: num_prefill_tokens='\ufffd': must be a whole"),
-        (
-            b"\xef\xbb\xbf" + HEADER.encode() + b"\xff,2,3\n",
-            "2: arrived_at='\ufffd': must be a num",
-        ),
-        (HEADER, None),
-    ],
+    "content",
+    ["", "1,2,3\n4,5,6\n", HEADER, HEADER + "1,2\n", HEADER + "soon,2,3\n", HEADER + "1,0,3\n"],
 )
-def test_a_malformed_trace_is_refused_in_one_clear_line(write, content, match):
-    file = write(content)
-    match = f" line {match}" if match else ": nothing after the header"
-    with pytest.raises(ValueError, match=f"^{re.escape(str(file))}{match}") as error:
-        read_trace(file, max_len=100)
-    text = str(error.value)
-    assert type(error.value) is ValueError and "\n" not in text
-
-
-def test_a_huge_field_does_not_flood_the_terminal(write):
-    for field in ("9" * 500, "x" * 100_000, "x" * (csv.field_size_limit() + 1)):
-        file = write(f"{HEADER}1,{field},3\n")
-        with pytest.raises(ValueError) as error:
-            read_trace(file, max_len=100)
-        text = str(error.value).removeprefix(str(file))
-        assert text.startswith(" line 2: ") and len(text) < 300
+def test_a_malformed_trace_is_refused(write, content):
+    with pytest.raises(ValueError):
+        read_trace(write(content), max_len=100)
 
 
 @pytest.mark.parametrize("theta", [0.0, 0.4, 1.0])
@@ -285,7 +168,3 @@ def test_zipf_lengths_have_their_shares(theta):
     for longest in (150, 250, 350):  # six standard deviations of a share of 4,000
         share = odds[: longest - 99].sum() / odds.sum()
         assert (totals <= longest).mean() == pytest.approx(share, abs=0.0474)
-
-
-def test_a_zipf_length_has_an_output():
-    assert set(zipf_lengths(2, 3, 0.4, 1000, 50, 0)) == {(1, 1), (2, 1)}

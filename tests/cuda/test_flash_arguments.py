@@ -135,27 +135,3 @@ def test_flash_copies_its_numbers_at_once_and_no_keys(spans, sizes, monkeypatch)
         keys_at.clear()
         model(batch, cache)
     assert keys_at == {tuple(x.data_ptr() for x in cache.layer(layer)) for layer in (0, 1)}
-
-
-@pytest.mark.parametrize("sizes", [(1, 1), (3, 1), (2, 2)])
-def test_the_probe_reads_nothing_behind_its_page(sizes, monkeypatch):
-    pretend_flash(monkeypatch)
-    model = tiny_model(head_dim=16)
-    Flash(model.config, poisoned_cache(model, *sizes, position_major=True))
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(page_size=64, max_len=256), "page_size=64: must be max_len or a multiple of 256"),
-        (dict(page_size=40, head_dim=12), "head_dim=12 is not supported"),
-        (dict(page_size=40, head_dim=264), "head_dim=264 is not supported"),
-    ],
-)
-def test_what_flash_does_not_support_is_refused(changes, message, monkeypatch):
-    pretend_flash(monkeypatch)
-    model = tiny_model(head_dim=changes.get("head_dim", 16))
-    page_size = changes["page_size"]
-    cache = poisoned_cache(model, 8, page_size, changes.get("max_len"), position_major=True)
-    with pytest.raises(ValueError, match=message):
-        Flash(model.config, cache)

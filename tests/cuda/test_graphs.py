@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from fast.cuda_graphs import DecodeGraphs
 from fast.padding import padded_sizes
-from lab.measure.machine_info import running_attention
 from model import GPT, GPTConfig
 from request import lone_chunk
 from runtime.runner import Runner
@@ -57,11 +55,3 @@ def test_graphs_keep_a_row_of_the_layers_for_each_decode_and_no_logits(gpu):
     kept_rows = sum(sizes) - MAX_BATCH
     blocks = 12 * len(sizes)  # of 512 bytes, at least one for each tensor of a batch
     assert gpu.allocated_bytes - before <= kept_rows * N_EMBD * 2 + blocks * 512
-
-
-def test_results_say_which_attention_ran_and_whether_graphs_did(gpu, monkeypatch):
-    model = new_runner().model
-    assert running_attention(model, "auto") == ("Flash", True)
-    assert running_attention(model, "sdpa") == ("Blocks", False)
-    monkeypatch.setattr(DecodeGraphs, "has_failed", True)
-    assert running_attention(model, "auto") == ("Flash", False)
