@@ -3,86 +3,57 @@
     python bench.py --chunk 256
 
 prints SARATHI's Table 2, what each policy makes of one load, and what to conclude; --help names the
-other commands. A command is a module with
-
-    add_options(parser)              add its options
-    resolve(parser, args) -> options fill in and check them: a frozen dataclass
-    main(options)                    measure, print and write
-
-Read first: engine.py. Read next: lab/commands/offline.py."""
+other commands. A command is a function main(options, model) in a module of its own, which is
+imported when it is used. Read first: engine.py. Read next: lab/commands/offline.py."""
 
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # where python -P does not look
 
-from cli.console import run
+from cli.console import make_app, run
 
-DESCRIPTION = (
-    "Measure the claims of SARATHI and Sarathi-Serve on this machine, or on a simulated one."
-)
-COMMANDS = {  # name -> (its module, what it does)
-    "offline": ("lab.commands.offline", "what a decode costs, and all policies end to end"),
-    "batches": (
-        "lab.commands.batches",
-        "what single batches take, by operation; the largest token budget within an SLO, --slo",
-    ),
-    "serve": (
-        "lab.commands.serve",
-        "requests arrive while others run: the latencies of all policies",
-    ),
-    "capacity": ("lab.commands.serve", "the highest rate at which each policy meets an SLO"),
-    "explore": (
-        "lab.commands.explore",
-        "a page to play with: what policies do with a load, and why",
-    ),
-    "paper": ("lab.commands.paper", "the papers' claims about one device, measured on this one"),
-    "simulate": (
-        "lab.commands.simulate",
-        "the papers' experiments on many GPUs, from a cost model",
-    ),
-    "today": (
-        "lab.commands.today",
-        "what today's engines decide, and the questions their users ask, simulated",
-    ),
-    "check": ("lab.commands.check", "the first rule that a policy of your own breaks"),
+app = make_app("bench.py", str(__doc__).partition("\n\n")[0])
+COMMANDS = {
+    "offline": "What a decode costs, and all policies end to end: also without its name.",
+    "batches": "What single batches take; the largest token budget within an SLO.",
+    "serve": "Requests arrive while others run: the latencies of all policies.",
+    "capacity": "The highest rate at which each policy meets an SLO.",
+    "explore": "A page to play with: what policies do with a load, and why.",
+    "paper": "The papers' claims about one device, measured on this one.",
+    "simulate": "The papers' experiments on many GPUs, from a cost model.",
+    "today": "What today's engines decide, and the questions their users ask, simulated.",
+    "check": "The first rule that a policy of your own breaks.",
 }
-FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offline --chunk 256"
+ARGPARSE = {
+    "serve": "lab.commands.serve",
+    "capacity": "lab.commands.serve",
+    "paper": "lab.commands.paper",
+    "simulate": "lab.commands.simulate",
+}
+for name, description in COMMANDS.items():
+    module = ARGPARSE.get(name, f"lab.commands.{name}")
+    app.command(f"{module}:main", name=name, help=description)
 
 
-def parse_args(argv: Sequence[str]) -> tuple[ModuleType, Any]:
-    """The module of the command that `argv` names, and its options, as its `resolve` returns them.
-
-    The command is offline if `argv` names none. Exits with a message if the options make no sense.
-    Modules of other commands are not imported."""
-    from cli.options import OptionParser
-
-    if not argv or argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
-        argv = ["offline", *argv]
-    parser = OptionParser(prog="bench.py", description=DESCRIPTION)
-    commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", title="commands", description=FIRST
-    )
-    for name, (_, description) in COMMANDS.items():
-        command = commands.add_parser(name, help=description, description=description)
-        command.set_defaults(command=name)
-    if argv[0] not in COMMANDS:
-        parser.parse_args(argv)  # which ends here, after its help or an error
-    module = import_module(COMMANDS[argv[0]][0])
-    command = commands.choices[argv[0]]
-    module.add_options(command)
-    args = parser.parse_args(argv)
-    return module, module.resolve(command, args)
+def command_line(argv: Sequence[str]) -> list[str]:
+    """The words of a command line with the name of their command: offline, if there is none."""
+    is_named = argv and (not argv[0].startswith("-") or argv[0] in ("-h", "--help"))
+    return [*argv] if is_named else ["offline", *argv]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line `argv`, or that of this process."""
-    module, options = parse_args(sys.argv[1:] if argv is None else argv)
-    module.main(options)
+    words = command_line(sys.argv[1:] if argv is None else argv)
+    if words[0] in ARGPARSE:
+        from cli.options import parse_command
+
+        module = import_module(ARGPARSE[words[0]])
+        module.main(parse_command(module, words))
+    else:
+        app(words, exit_on_error=False, print_error=False)
 
 
 if __name__ == "__main__":

@@ -7,77 +7,103 @@ One text streams as it is generated. Several (`--prompt` or `--chat` more than o
 and stream side by side in a terminal. Without `--model` the weights are random and the text is
 noise. What is not told is as in the Python API: float32, and the likeliest token."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.types import NonNegativeFloat, NonNegativeInt, PositiveInt
+from cyclopts.validators import Number
 
 sys.path.insert(0, str(Path(__file__).parent))  # where python -P does not look
 
-from cli.console import run
+from cli.console import make_app, run, visible
+from cli.model import EngineOptions, ModelOptions
 
-if TYPE_CHECKING:
-    from cli.sample_options import SampleOptions
-
-
-def parse_args(argv: Sequence[str] | None) -> SampleOptions:
-    """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
-    from cli import sample_options
-
-    return sample_options.parse_args(argv)
+app = make_app("sample.py", "Text in, text out.")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line. Prompt i, counted from 0, is continued with the seed --seed + i."""
-    options = parse_args(argv)
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """What to write, and how."""
+
+    prompt: tuple[str, ...] = ()
+    """Text to continue; may be repeated."""
+    chat: tuple[str, ...] = ()
+    """What to say to a chat model, in its template; may be repeated."""
+    max_new_tokens: PositiveInt = 100
+    """The most tokens to generate for each prompt."""
+    temperature: NonNegativeFloat = 0.0
+    """0 takes the likeliest token."""
+    top_k: NonNegativeInt = 0
+    """Sample from the k likeliest tokens; 0: from all."""
+    top_p: Annotated[float, Parameter(validator=Number(gt=0, lte=1))] = 1.0
+    """Sample from the likeliest that make up this probability."""
+
+
+@app.default
+def sample(
+    options: SampleOptions = SampleOptions(),
+    engine_options: EngineOptions = EngineOptions(),
+    model_options: ModelOptions = ModelOptions(),
+) -> None:
+    """Text in, text out. Prompt i, counted from 0, is continued with the seed --seed + i."""
+    if not options.prompt and not options.chat:
+        raise ValueError("one of these is required: --prompt, --chat")
     from cli.columns import Columns
-    from cli.loading import find_tokenizer, load_model
+    from cli.loading import find_tokenizer, load_model, make_engine, resolve_model
     from pretrained.tokenizers import load_chat
     from sampling import SamplingParams
 
+    resolved = resolve_model(replace(model_options, dtype=model_options.dtype or "float32"))
     sampling = f"temperature {options.temperature:g}, top-k {options.top_k}, top-p"
-    computed = f"{options.model.dtype} on {options.model.device}, {sampling} {options.top_p:g}"
-    tokenizer, model_options = find_tokenizer(options.model, computed)
-    prompts = [tokenizer.encode(prompt) for prompt in options.prompts]
-    if options.chats:
-        apply_template = load_chat(model_options.model)
+    computed = f"{resolved.dtype} on {resolved.device}, {sampling} {options.top_p:g}"
+    tokenizer, resolved = find_tokenizer(resolved, computed)
+    prompts = [tokenizer.encode(prompt) for prompt in options.prompt]
+    if options.chat:
+        apply_template = load_chat(resolved.model)
         encode_chat = tokenizer.encode_chat or tokenizer.encode  # a template writes BOS itself
-        for chat in options.chats:
+        for chat in options.chat:
             prompts.append(encode_chat(apply_template([{"role": "user", "content": chat}])))
-    titles = [*options.prompts, *options.chats]
-    texts = [*options.prompts, *("" for _ in options.chats)]
     max_len = max(len(prompt) for prompt in prompts) + options.max_new_tokens
-    model = load_model(model_options, max_len, positions_from="max-new-tokens-with-prompt")
-    max_batch = min(options.max_batch, len(prompts))
-    engine = options.make_engine(model, tokenizer=tokenizer, max_len=max_len, max_batch=max_batch)
+    model = load_model(resolved, max_len, positions_from="max-new-tokens-with-prompt")
+    engine = make_engine(
+        replace(engine_options, max_batch=min(engine_options.max_batch, len(prompts))),
+        model,
+        resolved.attention,
+        tokenizer=tokenizer,
+        max_len=max_len,
+    )
     params = [
         SamplingParams(
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
-            seed=options.model.seed + i,
+            seed=resolved.seed + i,
         )
         for i in range(len(prompts))
     ]
-    are_several = len(prompts) > 1
-    columns = Columns(titles)
-    if not are_several:
+    texts = [*options.prompt, *("" for _ in options.chat)]
+    events = engine.stream(prompts, params)
+    if len(prompts) == 1:
         print(texts[0], end="", flush=True)
-    for event in engine.stream(prompts, params):
-        if are_several:
+        for event in events:
+            print(visible(event.text), end="", flush=True)
+        print()
+        return
+    with Columns([*options.prompt, *options.chat]) as columns:
+        for event in events:
             texts[event.request.id] += event.text
             columns.draw(texts)
-        else:
-            print(event.text, end="", flush=True)
-    if not are_several:
-        print()
-    elif not columns.are_shown:
-        heads = [*("" for _ in options.prompts), *(f"{chat}\n" for chat in options.chats)]
-        for head, text in zip(heads, texts, strict=True):
-            print(f"--- {head}{text}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line `argv`, or that of this process."""
+    app(argv, exit_on_error=False, print_error=False)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,15 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from cli.files import options_json, plain, write_text, wrote, wrote_page  # noqa: F401
+from cli.model import ModelOptions
 from policies import ALL_POLICIES, find_policy
 from policies.custom import one_line, where_it_failed
-from runtime.files import new_file
+from pretrained.presets import PRESETS
 
 MAX_WHOLE = 10**15  # torch can count so far
 SMALL_PAGES = "64, or half of --max-len; 256 on CUDA"  # runtime.memory.small_page_size in short
@@ -253,22 +255,6 @@ def json_option() -> Any:
     return file_option("write all that is printed, with these options")
 
 
-def options_json(options: Any) -> dict[str, object]:
-    """The options of a command as one flat dict: a dataclass within the dataclass is spread out."""
-    record: dict[str, object] = {}
-    for name, value in vars(options).items():
-        record.update(options_json(value) if is_dataclass(value) else {name: value})
-    return record
-
-
-def plain(record: Any) -> dict[str, Any]:
-    """The fields and the properties of a dataclass, as JSON has them."""
-    kind = type(record)
-    properties = [name for name in dir(kind) if isinstance(getattr(kind, name), property)]
-    names = [*(each.name for each in fields(record)), *properties]
-    return {name: getattr(record, name) for name in names}
-
-
 def write_json(options: Any, report: Mapping[str, object]) -> None:
     """Write the options of a command and its report to the file `options.json`, if there is one."""
     if options.json:
@@ -276,21 +262,91 @@ def write_json(options: Any, report: Mapping[str, object]) -> None:
         write_text(options.json, json.dumps(record, indent=2, default=plain))
 
 
-def write_text(file: str | os.PathLike[str], text: str) -> None:
-    """Write the text to a new_file."""
-    with new_file(file) as path:
-        path.write_text(text, "utf-8")
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    preset: str | None = option(
+        f"a geometry with random weights: {', '.join(PRESETS)}", type=nonempty_text, metavar="NAME"
+    )
+    model: str | None = option(
+        "a checkpoint instead: a local directory or a name on the Hub",
+        type=nonempty_text,
+        metavar="MODEL",
+    )
+    device: str = option("where to run: cpu, cuda, cuda:1, ...", type=nonempty_text)
+    dtype: str | None = option("of weights and cache", choices=("float32", "bfloat16", "float16"))
+    attention: str = option(
+        "the backend, of those in fast/; auto: flash for 16 bits on CUDA, matmul for bfloat16 on a "
+        "CPU, else sdpa",
+        type=nonempty_text,
+        default="auto",
+    )
+    seed: int = option("of all that is random", type=whole(minimum=0), default=0)
+    compile: bool = option(
+        "torch.compile the layers around attention: fewer kernels, after a minute or so",
+        action="store_true",
+    )
+    tp: int = option(
+        "processes that share each layer, started by torchrun, see parallel/README.md",
+        type=whole(minimum=1, maximum=10_000),
+        default=1,
+    )
+    pp: int = option(
+        "stages of a pipeline of processes, started by torchrun, see parallel/README.md",
+        type=whole(minimum=1, maximum=10_000),
+        default=1,
+    )
 
 
-def wrote(*files: str | Path | None) -> None:
-    """Say which files were written: a line for each that is not None."""
-    for file in files:
-        if file:
-            print(f"wrote {file}")
+def add_model_options(
+    parser: OptionParser, default_preset: str, default_dtype: str | None = None
+) -> None:
+    """Add the options of a model."""
+    import torch
+
+    dtype = default_dtype or "the fastest"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_fields(_Model, preset=default_preset, device=device, dtype=dtype)
+    parser.set_defaults(device=device, dtype=default_dtype)
 
 
-def wrote_page(file: str | None) -> None:
-    """Say where a page was written, if it was, and at which address a browser opens it."""
-    if file:
-        is_file = Path(file).is_file()  # not a pipe, nor nowhere
-        print(f"wrote {file}, open {Path(file).resolve().as_uri()}" if is_file else f"wrote {file}")
+def model_options(args: Namespace) -> ModelOptions:
+    """The ModelOptions among what was parsed."""
+    return ModelOptions(**asdict(from_args(_Model, args)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """An engine that writes text."""
+
+    policy: str = option(
+        f"the scheduling policy: {', '.join(ALL_POLICIES)}, or FILE.py:Class",
+        type=policy_name,
+        default="sarathi-serve",
+    )
+    chunk: int = chunk_option()
+    max_batch: int = option("the most requests that run at once", type=whole(minimum=1), default=16)
+    prefix_caching: bool = option(
+        "share the pages of prompts that begin alike", action="store_true"
+    )
+    model: ModelOptions
+
+    def make_engine(self, model: Any, **settings: Any) -> Any:
+        """The engine of these options, as `settings` of Engine change it."""
+        from parallel import engine_for
+
+        options = {
+            "policy": self.policy,
+            "chunk": self.chunk,
+            "max_batch": self.max_batch,
+            "prefix_caching": self.prefix_caching,
+            "attention": self.model.attention,
+        }
+        return engine_for(model)(model, **options | settings)
+
+
+def parse_command(module: Any, argv: Sequence[str]) -> Any:
+    """The options of a command of bench.py whose module has add_options, resolve and main."""
+    parser = OptionParser(prog=f"bench.py {argv[0]}", description=module.__doc__)
+    parser.set_defaults(command=argv[0])
+    module.add_options(parser)
+    return module.resolve(parser, parser.parse_args(argv[1:]))

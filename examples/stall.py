@@ -26,16 +26,15 @@ PARAMS = SamplingParams(max_new_tokens=400, temperature=0.0)
 
 def write(engine: Engine, prompts: list[list[int]], tokenizer: Tokenizer) -> list[Request]:
     """Write all answers until they have 56 tokens and the last, whose prompt arrives late, 8."""
-    columns = Columns([*QUESTIONS, LATE])
     ids = [engine.add_request(prompt, PARAMS) for prompt in prompts[:-1]]
     outputs: list[list[int]] = [[] for _ in prompts]
-    while len(outputs[-1]) < 8 or len(outputs[0]) < 56:
-        if len(ids) < len(prompts) and len(outputs[0]) > 12:  # all run
-            ids.append(engine.add_request(prompts[-1], PARAMS))
-        for event in engine.step():
-            outputs[ids.index(event.request.id)].append(event.token)
-        columns.draw([tokenizer.decode(output) for output in outputs])
-    columns.finish([tokenizer.decode(output) for output in outputs])
+    with Columns([*QUESTIONS, LATE]) as columns:
+        while len(outputs[-1]) < 8 or len(outputs[0]) < 56:
+            if len(ids) < len(prompts) and len(outputs[0]) > 12:  # all run
+                ids.append(engine.add_request(prompts[-1], PARAMS))
+            for event in engine.step():
+                outputs[ids.index(event.request.id)].append(event.token)
+            columns.draw([tokenizer.decode(output) for output in outputs])
     return [engine.abort(request_id) for request_id in ids]
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from config import EngineConfig
 from kv_cache import kv_bytes_per_token
-from runtime.torchrun import find_place
 
 if TYPE_CHECKING:
     import torch  # a simulation runs without
@@ -80,7 +79,7 @@ def free_bytes(device: torch.device) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
     free = min(_free_in_system(), _free_in_container())
-    return free // find_place().local_world_size  # processes of one node share it
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes of one node share it
 
 
 def pages_that_fit(model: ModelLike, max_len: int, page_size: int) -> int:

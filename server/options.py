@@ -6,8 +6,18 @@ from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cli.loading import EngineOptions, add_model_options, model_options
-from cli.options import SMALL_PAGES, OptionParser, from_args, nonempty_text, number, option, whole
+from cli.options import (
+    SMALL_PAGES,
+    EngineOptions,
+    OptionParser,
+    add_model_options,
+    from_args,
+    model_options,
+    nonempty_text,
+    number,
+    option,
+    whole,
+)
 
 
 def origin(text: str) -> str:

@@ -5,13 +5,16 @@ import random
 import subprocess
 from collections import Counter, defaultdict, deque
 from dataclasses import replace
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+import bench
 from attention.sdpa import SDPA
+from cli.options import parse_command
 from kv_cache import KVCache, slot_mapping
 from lab.measure.machine_info import RealMachineInfo
 from model import GPT, FlatBatch, GPTConfig
@@ -36,6 +39,15 @@ GROWING = [name for name in POLICIES if name not in RESERVING]  # page by page
 
 
 ROOT = Path(__file__).parents[1]
+
+
+def parse(argv):
+    """The options of a command line of bench.py, as its command gets them."""
+    words = bench.command_line(argv)
+    if words[0] in bench.ARGPARSE:
+        return parse_command(import_module(bench.ARGPARSE[words[0]]), words)
+    _, bound, _ = bench.app.parse_args(words, exit_on_error=False, print_error=False)
+    return bound.arguments.get("options")
 
 
 def repository(pattern):

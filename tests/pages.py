@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cli.options import write_text
+from cli.files import write_text
 from config import EngineConfig
 from exercises.loads import Load, LoadRequest
 from exercises.lockstep import one_second

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from cli.loading import ModelOptions, load_model
+from cli.loading import load_model
+from cli.model import ModelOptions
 from model import GPT, GPTConfig
 from parallel.ranks import Ranks
 from parallel.shard import Shard

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 import bench
-from lab.commands import batches
+from lab.commands import batches_run as batches
 from lab.measure import timing, token_budget
 from tests.helpers import machine_info
 from tests.test_simulate import printed_tables

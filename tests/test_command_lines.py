@@ -1,200 +1,193 @@
-"""Random command lines of all programs are right, or one line says why not.
+"""bench.py and sample.py: what their options do, and how they end."""
 
-NANOSARATHI_COMMAND_LINES=1000 tries so many, 300 are the default. They are parsed and resolved in
-this process. Each program explains itself in a process of its own."""
-
-import contextlib
-import io
-import os
-import random
-import re
-import shlex
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 import bench
-import examples.compare.__main__
 import sample
-import server.__main__
-from cli.console import explain
-from tests import forked
-from tests.helpers import ROOT, repository
+from cli.columns import Columns
+from cli.console import run, visible
+from cli.files import write_json
+from cli.loading import load_model, resolve_model
+from cli.model import ModelOptions, split_names
+from lab.commands.frame import reporting
+from lab.commands.offline import OfflineOptions
+from policies import POLICIES
+from tests.helpers import ROOT
 
-COUNT = int(os.environ.get("NANOSARATHI_COMMAND_LINES", "300"))
-BATCH = 20  # command lines of one test
-RUNS_ALONE = r'(?m)^if __name__ == "__main__"|^ArgumentParser\('
-PROGRAM_FILES = [
-    str(path)
-    for path in repository("*.py")
-    if "tests" not in path.parts and re.search(RUNS_ALONE, (ROOT / path).read_text("utf-8"))
-]
-POSITIONALS = {  # arguments of each command, each list one choice
-    "batches": [["8"], ["6x1@1024"], ["2 * 2048/256 + 6x1@512", "b=512"], ["0"], ["a=8", "a=9"]],
-    "check": [["vllm"], ["own.py:Own"], ["x.py:Mine"], ["binary:X"], [""]],
-    "compare": [["--against", "openvino"], ["--against", ""]],
-    "explore": [[], ["vllm"], ["x"]],
-    "sample": [["--prompt", "x"], ["--prompt", ""]],
-}
-NONSENSE = [
-    *("1e300", "1e-300", str(10**15)),
-    *("0", "-1", "1.5", "nan", "inf", "-inf", "1e400", "1e-400", str(10**30), "9" * 5000, "0x10"),
-    *("", " ", "x", "--", "-", ",", "=", "x,y", "1,2", "é…", "\u202eabc", "😀", "x" * 5000, "\n"),
-    *(".", "..", "/", "/dev/null", "/dev/null/x", "/no/such", "~nobody", "*", "%s", "{}", "\\"),
-]
-FILES = {  # what lies in the folder of each command line
-    "trace.csv": b"arrived_at,num_prefill_tokens,num_decode_tokens\n0,5,3\n0.1,9,2\n",
-    "late.csv": b"arrived_at,num_prefill_tokens,num_decode_tokens\n4e9,5,3\nnan,9,2\n",
-    "heads.csv": b"arrived_at,num_prefill_tokens,num_decode_tokens\n",
-    "empty": b"",
-    "binary": bytes(range(256)),
-    "own.py": b"from scheduler import VLLM\nclass Own(VLLM):\n    def schedule(self): 1 / 0\n",
-    "config.json": b"[]",
-}
-GOOD = {  # values that some options take
-    "--preset": ["llama-tiny", "gpt2", "llama3-8b", "falcon-180b"],
-    "--model": ["gpt2", "llama-tiny", "."],
-    "--policies": ["vllm", "sarathi:16,sarathi-serve", "dynamic", "own.py:Own"],
-    "--policy": ["priority", "own.py:Own", "own.py:Other", "binary:Own"],
-    "--trace": [*FILES],
-    "--simulate": ["a100-80gb", "h100"],
-    "--page-size": ["16", "max", "16,max"],
-    "--lengths": ["sharegpt4", "5+5", "100+20,30+60"],
-    "--slo": ["strict", "relaxed", "0.5"],
-    "--device": ["cpu", "cuda", "cuda:1"],
-    "--dtype": ["float32", "bfloat16"],
-    "--attention": ["sdpa", "matmul", "flash", "xformers"],
-    "--only": ["S-F9", "SS-*", "bubbles", "all"],
-    "--prefix-caching": ["on", "off", "both"],
-}
-SIZES = ["1", "2", "7", "16", "64"]
-PROGRAMS = {
-    "sample": sample.parse_args,
-    "server": server.__main__.parse_args,
-    "compare": examples.compare.__main__.parse_args,
-}
+TINY = ["--preset", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
+TINY_MODEL = ModelOptions(preset="llama-tiny", device="cpu", dtype="float32")
+OWN = "from scheduler import VLLM\n\nclass Mine(VLLM):\n    pass\n"
 
 
-def help_of(command):
-    """What a command's --help prints."""
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
-        parse([*command, "--help"])
-    return text.getvalue()
-
-
-def parse(words):
-    """The options of a command line of bench.py, or of one of PROGRAMS and its options."""
-    program, *argv = words
-    if program in PROGRAMS:
-        return PROGRAMS[program](argv)
-    return bench.parse_args(words)
-
-
-def options_of(command):
-    """{option: whether it takes a value} of a command, as its --help tells."""
-    lines = re.findall(r"(?m)^  (--[\w-]+)( \S+)?", help_of(command))
-    return {"--help": False} | {name: bool(value) for name, value in lines}
-
-
-COMMANDS = {(name,): options_of([name]) for name in [*bench.COMMANDS, *PROGRAMS]}
-
-
-def random_option(rng, options):
-    """The words of a random option, with a value that may make no sense."""
-    name = rng.choice(sorted(options))
-    if rng.random() < 0.05:
-        name = rng.choice(["--no-such", "-x", "--", "---", name[:-1], name + "s"])
-    if not options.get(name, True):
-        return [name]
-    values = NONSENSE if rng.random() < 0.5 else GOOD.get(name, SIZES)
-    value = rng.choice(values)
-    return [f"{name}={value}"] if rng.random() < 0.5 else [name, value]
-
-
-def random_command(rng):
-    """The words of a random command line, for `parse`."""
-    command = rng.choice(sorted(COMMANDS))
-    words = [*command, *rng.choice(POSITIONALS.get(command[0], [[]]))]
-    for _ in range(rng.randint(0, 4)):
-        words += random_option(rng, COMMANDS[command])
-    return words
-
-
-def complaint_about(words):
-    """What is wrong with the end of a command line that is parsed here; "" if nothing is."""
-    errors = io.StringIO()
-    output = io.StringIO()
+def ending(main):
+    """The exit status of a program, None if it comes to its end."""
     try:
-        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
-            parse(words)
+        run(main)
     except SystemExit as end:
-        text = errors.getvalue()
-        if end.code == 0 and not text and output.getvalue():  # --help
-            return ""
-        if end.code != 2 or text.count("\n") != 1 or not text.endswith("\n"):
-            return f"status {end.code}, {text!r}"
-        return ""
-    except Exception as error:  # as console.run does
-        message = explain(error)
-        if not isinstance(message, str) or "\n" in message:
-            return repr(error)
-        return ""
-    return errors.getvalue()
+        return end.code
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A folder with FILES."""
-    for name, content in FILES.items():
-        (tmp_path / name).write_bytes(content)
-    return tmp_path
+@pytest.mark.parametrize("program", [*bench.COMMANDS, "bench.py", "sample.py"])
+def test_a_help_does_not_wait_for_torch(program):
+    if program in bench.ARGPARSE:
+        pytest.skip("has options of argparse")
+    call = f"bench.main(['{program}', '--help'])"
+    if program.endswith(".py"):
+        call = f"{program[:-3]}.main(['--help'])"
+    code = f"import sys, bench, sample; {call}; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "--" in done.stdout, done.stderr
 
 
-@pytest.fixture
-def quick(folder, monkeypatch):
-    """No GPU, no other Python, no change of threads, in a folder with FILES."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr("examples.compare.__main__.has_package", lambda python, engine: True)
+def test_without_a_command_it_is_offline():
+    command, bound, _ = bench.app.parse_args(bench.command_line(["--chunk", "64"]))
+    assert command.__module__ == "lab.commands.offline"
+    assert bound.arguments["options"] == OfflineOptions(chunk=64)
+    assert bench.command_line(["--help"]) == ["--help"]
+    assert bench.command_line(["check", "x"]) == ["check", "x"]
 
 
-@pytest.mark.parametrize("seed", range(-(-COUNT // BATCH)))
-def test_a_random_command_line_is_parsed_or_refused_in_a_line(seed, quick):
-    rng = random.Random(seed)
-    for _ in range(BATCH):
-        words = random_command(rng)
-        assert complaint_about(words) == "", shlex.join(words)
+def test_offline_serves_every_policy_and_one_of_a_file(tmp_path):
+    (tmp_path / "own.py").write_text(OWN, "utf-8")
+    own = f"{tmp_path}/own.py:Mine"
+    policies = [name for name in POLICIES if name != "dynamic"] + [own]
+    files = [f"--json={tmp_path / 'r.json'}", f"--plot={tmp_path / 't.png'}"]
+    sizes = ["--chunk", "32", "--batch", "3", "--seq-len", "80", "--requests", "10"]
+    bench.main([*TINY, *sizes, "--policies", ",".join(policies), *files])
+    report = json.loads((tmp_path / "r.json").read_text("utf-8"))
+    assert report["options"]["chunk"] == 32 and report["options"]["pd_ratio"] == 16
+    assert report["options"]["preset"] == report["machine"]["model"] == "llama-tiny"
+    assert report["equal_texts"] == 10
+    rows = report["end_to_end"]
+    assert list(rows) == policies and rows["request-level"]["gain"] == 1
+    # 10 requests of 75 + 5 tokens; the first two want 1 and 3; the last of each is not computed
+    computed = 10 * 75 + 8 * 5 + 1 + 3 - 10
+    for row in rows.values():
+        assert round(row["tokens_per_iteration"] * row["iterations"]) == computed
+    assert rows[own]["iterations"] == rows["vllm"]["iterations"]
+    assert rows["request-level"]["longest_stall_s"] == 0 and rows["vllm"]["longest_stall_s"] > 0
+    assert (tmp_path / "t.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_no_option_takes_a_text_that_is_empty(command, quick, capsys):
-    for option, takes_value in COMMANDS[command].items():
-        if not takes_value or option in ("--prompt", "--api-key", "--host"):
-            continue
-        for value in ("", " ", "--"):
-            with pytest.raises(SystemExit) as end:
-                parse([*command, f"{option}={value}"])
-            error = capsys.readouterr().err
-            assert end.value.code == 2 and error.count("\n") == 1, (option, value)
-            assert f"error: {option} " in error, (option, value)
+WRONG = [
+    "--chunk 0",
+    "--chunk 4 --batch 6",
+    "--no-such 1",
+    "--policies sarathi,fifo",
+    "--policies dynamic",
+    "--preset gpt2 --model x",
+    "--preset llama-9b --device cpu",
+    "--preset gpt2 --device cpu --seq-len 2000",
+    "--pp 2",
+    "sevre",
+    "batches 8 --slo 1",
+    "batches 1@0",
+    "check no_such.py:Mine",
+    "explore --pyodide x",
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("file", sorted({*PROGRAM_FILES} - {"examples/nano.py"}))  # has no options
-def test_a_program_explains_itself_and_knows_its_options(file, tmp_path):
-    words = [str(ROOT / file)]
-    if file.count("/"):
-        words = ["-m", file.removesuffix(".py").removesuffix("/__main__").replace("/", ".")]
-    done = forked.run(*words, "--help", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.split()) > 10
-    done = forked.run(*words, "--no-such-option", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr
-    lines = done.stderr.splitlines()
-    assert "error: " in lines[-1] and len(lines) <= 2
+@pytest.mark.parametrize("words", WRONG)
+def test_what_makes_no_sense_is_one_line_and_status_2(words, capsys):
+    assert ending(lambda: bench.main(words.split())) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
 
 
-def test_all_programs_are_tried():
-    assert {"bench.py", "sample.py", "server/__main__.py"} < set(PROGRAM_FILES)
-    assert {"examples/offline.py", "examples/compare/worker.py"} < set(PROGRAM_FILES)
+def test_how_a_program_ends(monkeypatch, capsys):
+    def fail(error):
+        raise error
+
+    assert ending(lambda: fail(OSError("a\nb"))) == 2
+    assert ending(lambda: fail(KeyboardInterrupt())) == 130
+    assert ending(lambda: None) is None
+    with pytest.raises(KeyError):  # an error of ours has its traceback
+        run(lambda: fail(KeyError("x")))
+    assert capsys.readouterr().err == "error: a b\n"
+    monkeypatch.setattr("sys.stdout", sys.stdout)
+    monkeypatch.setenv("RANK", "1")
+    assert ending(lambda: fail(ValueError(print("x")))) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_does_not_obey_the_text_of_a_model():
+    assert visible("é\ta\x1b[2J\x07b\x9b\r\n😀") == "é\ta\\x1b[2J\\x07b\\x9b\\r\n😀"
+
+
+def test_columns_are_drawn_in_a_terminal_and_printed_at_the_end_elsewhere(capsys):
+    with Columns(["[/one]", "two"]) as columns:
+        columns.draw(["a", "b"])
+        columns.draw(["a\nc", "b"])
+    assert capsys.readouterr().out == "--- [/one]\na\nc\n--- two\nb\n"
+    columns.live.console = Console(force_terminal=True, width=40)
+    with columns:
+        columns.draw(["从前有座山" * 9, "b\x1b[2J"])
+    out = capsys.readouterr().out
+    assert "[/one]" in out and out.count("从") == 18 and "\x1b[2J" not in out
+
+
+def test_a_report_is_kept_when_a_run_is_broken_off(tmp_path):
+    options = SimpleNamespace(json=tmp_path / "report.json")
+    report = {}
+    with pytest.raises(KeyboardInterrupt), reporting(options, report):
+        raise KeyboardInterrupt
+    assert not options.json.exists()
+    with pytest.raises(KeyboardInterrupt), reporting(options, report):
+        report["a"] = tmp_path
+        raise KeyboardInterrupt
+    assert json.loads(options.json.read_text("utf-8")) == {"a": str(tmp_path)}
+    with pytest.raises(TypeError):  # a file that cannot be written stays as it was
+        write_json(options.json, {"a": {1: object()}})
+    assert json.loads(options.json.read_text("utf-8")) == {"a": str(tmp_path)}
+
+
+def test_names_in_a_text():
+    assert split_names(" vllm, sarathi:64,,vllm ") == ["vllm", "sarathi:64"]
+
+
+def test_a_model_has_the_positions_that_it_must():
+    assert load_model(TINY_MODEL, 9000, positions_from="").config.max_positions == 9000
+    gpt2 = ModelOptions(preset="gpt2", device="cpu", dtype="float32", layers=1)
+    assert load_model(gpt2, 1024, positions_from="").config.n_layer == 1
+    with pytest.raises(ValueError, match="--max-len 1025"):
+        load_model(gpt2, 1025, positions_from="--max-len")
+    with pytest.raises(ValueError, match="GB are free"):
+        load_model(TINY_MODEL, 10**12, positions_from="")
+
+
+@pytest.mark.parametrize(
+    "capability, gpu_bytes, preset, dtype",
+    [
+        ((7, 5), 16e9, "llama-160m", "float16"),  # T4
+        ((8, 0), 40e9, "llama-160m", "bfloat16"),  # A100
+        ((9, 0), 80e9, "llama-13b", "bfloat16"),  # H100
+    ],
+)
+def test_what_was_left_open_depends_on_the_gpu(capability, gpu_bytes, preset, dtype, monkeypatch):
+    properties = SimpleNamespace(total_memory=gpu_bytes)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    options = resolve_model(ModelOptions())
+    assert (options.device, options.preset, options.dtype) == ("cuda", preset, dtype)
+    assert resolve_model(TINY_MODEL) == TINY_MODEL
+
+
+def test_several_processes_are_started_by_torchrun_and_do_not_compile(monkeypatch):
+    with pytest.raises(ValueError, match="torchrun --nproc-per-node 4"):
+        resolve_model(ModelOptions(tp=2, pp=2))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="--compile"):
+        resolve_model(ModelOptions(tp=2, compile=True))
+
+
+def test_sample_needs_a_prompt():
+    with pytest.raises(ValueError, match="--prompt, --chat"):
+        sample.main([])

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import bench
 from kv_cache import kv_bytes_per_token
 from lab.claims.claims import CLAIMS
 from lab.measure.token_budget import BASE_BATCH, base_context
 from model import GPT, GPTConfig
+from tests.helpers import parse
 
 ROOT = Path(__file__).parents[1]
 PRETENDED_PYTHON = """#!/bin/bash
@@ -82,7 +82,7 @@ def test_every_step_is_a_command_that_fits_the_gpu(mebibytes, run):
         argv[argv.index("--device") + 1] = "cpu"
         if "xformers" in argv:
             argv[argv.index("xformers")] = "sdpa"  # as xformers needs a GPU
-        _, options = bench.parse_args(argv)
+        options = parse(argv)
         if argv[0] in ("serve", "capacity", "paper"):
             assert needed_bytes(options.model.preset, options.max_len) < 0.95 * mebibytes * 2**20
         if argv[0] == "paper":

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from cli.options import plain
+from cli.files import plain
 from lab.measure.metrics import (
     Percentiles,
     Stall,

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 import bench
-from lab.commands import offline, offline_report
+from cli.model import ModelOptions
+from lab.commands import offline_report
+from lab.commands import offline_run as offline
+from lab.commands.offline import OfflineOptions
 from lab.measure import decode_cost, metrics, offline_load, timing
 from lab.measure.decode_cost import measure_decode_cost
 from lab.measure.decode_maximal import table_2_batches
@@ -163,29 +166,22 @@ def costs_of(wall_per_clock=1.0, token_ms=0.2):
     ],
 )
 def test_a_slow_machine_serves_fewer_rounds(token_ms, wall_per_clock, requests):
-    options = options_of("--pd-ratio", "1e9")  # 1,000 tokens, the one of the output is not computed
     costs = costs_of(wall_per_clock, token_ms)
-    assert offline.affordable_requests(costs, options) == requests
-
-
-def options_of(*argv):
-    """The OfflineOptions of a command line, on a CPU."""
-    _, options = bench.parse_args(["--device", "cpu", "--dtype", "float32", *argv])
-    return options
+    assert offline.affordable_requests(costs, OfflineOptions(), policies=5) == requests
 
 
 @pytest.mark.parametrize(
-    "argv, layers",
+    "options, layers",
     [
-        ([], 2),
-        (["--layers", "6"], 6),
-        (["--preset", "llama-tiny"], None),  # it has two
-        (["--preset", "llama-7b"], 2),
-        (["--model", "gpt2"], None),  # a checkpoint is computed as it is
+        ({}, 2),
+        ({"layers": 6}, 6),
+        ({"preset": "llama-tiny"}, None),  # it has two
+        ({"preset": "llama-7b"}, 2),
+        ({"model": "gpt2"}, None),  # a checkpoint is computed as it is
     ],
 )
-def test_a_cpu_computes_few_layers_unless_it_is_told_how_many(argv, layers):
-    assert options_of(*argv).model.layers == layers
+def test_a_cpu_computes_few_layers_unless_it_is_told_how_many(options, layers):
+    assert offline.with_few_layers(ModelOptions(device="cpu", **options)).layers == layers
 
 
 def run_of(iterations, seconds, drift=0.1):

@@ -27,7 +27,7 @@ from lab.commands import paper
 from lab.measure import timing, token_budget
 from lab.measure.capacity import Bounded
 from lab.measure.token_budget import Profiled
-from tests.helpers import machine_info
+from tests.helpers import machine_info, parse
 from tests.test_simulate import printed_tables
 
 ROOT = Path(__file__).parents[1]
@@ -151,8 +151,9 @@ def test_results_are_kept_by_machine(claims, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     (tmp_path / "README.md").write_text(report.BEGIN + report.END, "utf-8")
     monkeypatch.setattr(timing, "device_name", lambda device: "AMD EPYC")
-    bench.main([*TINY, "--threads", "2", "--only", "SS-F10"])
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["epyc-2-threads-float32"]
+    bench.main([*TINY, "--only", "SS-F10"])
+    folder = paper.folder_of("AMD EPYC", torch.get_num_threads(), "float32")
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [folder]
 
 
 @pytest.mark.parametrize(
@@ -446,7 +447,7 @@ def test_a_paper_number_far_outside_a_plot_does_not_squeeze_it(published, marks,
 @pytest.fixture
 def tiny(monkeypatch):
     """A RealLab of a tiny model that serves requests of 64 tokens."""
-    _, options = bench.parse_args(TINY)
+    options = parse(TINY)
     model = paper.load_model(options.model, options.max_len, positions_from="--max-len")
     monkeypatch.setattr(RealLab, "_config", lambda *_: SMALL)
     return RealLab(model, machine_info(), options.model, "cpu")

@@ -25,7 +25,7 @@ NOT_RUN = {  # what a command holds -> why no test runs it
     "-m examples.compare ": "needs other engines",
     "-m tests.beside ": "needs other engines",
     "-m examples.fit_device ": "needs times of a GPU",
-    "-m examples.server_overhead ": "takes minutes: test_environment.py measures less",
+    "-m examples.server_overhead ": "takes minutes: nothing measures less",
 }
 SMOLLM2 = SHORT_NAMES["smollm2"]
 MODEL = "--preset llama-tiny --device cpu --dtype float32"
@@ -42,7 +42,6 @@ TINY = {  # how a command begins -> options in place of its own, or beside them
     "bench.py serve": f"{MODEL} {LOAD} --lengths 20+4,30+8 --qps 40",
     "bench.py serve --url": "--requests 3 --lengths 20+4",
     "bench.py simulate": "--only sarathi,bubbles --requests 16",
-    "bench.py today": "--only long-prompt",
     "sample.py": f"{MODEL} --max-new-tokens 4",
     "-m server": f"{MODEL} --max-len 256",
 }

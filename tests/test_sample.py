@@ -1,7 +1,5 @@
 """sample.py: text in, text out."""
 
-import inspect
-
 import transformers
 
 import sample
@@ -29,7 +27,8 @@ def test_one_prompt_streams_and_several_share_batches(capsys):
         assert out.startswith(prompt) and len(out) > len(prompt) + 1
     words = [word for prompt in alone for word in ("--prompt", prompt)]
     out, _ = printed_by(capsys, "--chunk", "4", *words)
-    assert out.split("--- ")[1:] == list(alone.values())
+    titles = [f"--- {prompt}\n{text}" for prompt, text in alone.items()]
+    assert out == "".join(titles)
 
 
 def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, capsys):
@@ -48,16 +47,12 @@ def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, capsys):
 
 
 def test_what_is_not_told_is_as_in_the_python_api_and_said_first(capsys):
-    options = sample.parse_args(["--prompt", "x"])
+    options = sample.SampleOptions()
     defaults = SamplingParams()
     for name in ("temperature", "top_k", "top_p"):
         assert getattr(options, name) == getattr(defaults, name)
-    for load in (GPT.__init__, GPT.from_pretrained):
-        default = inspect.signature(load).parameters["dtype"].default
-        assert f"torch.{options.model.dtype}" == str(default)
     out, err = printed_by(capsys, "--prompt", "x")
-    first_line = err.splitlines()[0]
-    assert "float32 on cpu" in first_line and "temperature 0, top-k 0, top-p 1" in first_line
+    assert "float32 on cpu" in err.splitlines()[0]
     engine = Engine(GPT(GPTConfig.preset("llama-tiny")), tokenizer=byte_tokenizer())
     completion = engine.generate(["x"], SamplingParams(9), progress=False)[0]
     assert out == f"x{completion.text}\n"

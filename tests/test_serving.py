@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import bench
-from cli.options import plain
+from cli.files import plain
 from lab.commands import serve as serving
 from lab.commands import serve_options
 from lab.commands.serve import make_workload
@@ -19,6 +19,7 @@ from lab.measure.timing import TOO_BUSY
 from lab.measure.workload import Arrival, poisson, sample_lengths
 from lab.pictures import timelines
 from policies.priority import PRIORITIES
+from tests import helpers
 from tests.helpers import machine_info
 
 SIZES = "--preset llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16 --batch 4"
@@ -30,7 +31,7 @@ SERVE = "--requests 4 --qps 40 --policies vllm,orca,sarathi-serve"
 
 def parse(command, *words):
     """The options of `command`, checked, on a CPU."""
-    return bench.parse_args([command, "--device", "cpu", *words])[1]
+    return helpers.parse([command, "--device", "cpu", *words])
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +147,7 @@ def test_by_default_four_times_what_may_run_at_once_arrives():
     assert parse("capacity", "--batch", "2").requests == 128  # at least
     assert parse("serve", "--batch", "50").requests == 48
     simulated = "capacity --simulate a100-80gb --preset llama3-8b --pp 2 --replicas 2".split()
-    _, options = bench.parse_args(simulated)
+    options = helpers.parse(simulated)
     assert options.requests == options.fewest_requests == 4 * 128 * 4
 
 

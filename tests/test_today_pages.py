@@ -1,14 +1,15 @@
 """The pages of `bench.py today`: what was tried is what the sources say, and the README has it."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import bench
 from lab.claims import today
 from lab.claims.today_rules import TinyLoad, conduct_of, smallest_difference, steps_of
-from lab.commands import today as command
 from policies import TODAY
+from tests.helpers import parse
 
 README = (Path(__file__).parents[1] / "policies/README.md").read_text("utf-8")
 
@@ -48,9 +49,8 @@ def test_the_smallest_load_on_which_vllm_differs_is_the_smallest():
     assert steps_of("vllm-v1", ample) == steps_of("sarathi-serve", ample)
 
 
-def test_the_readme_has_what_the_command_prints(capsys):
-    bench.main(["today", "--only", "engines,vllm-v1"])
-    printed = capsys.readouterr().out
+def test_the_readme_has_what_the_command_prints():
+    printed = "".join(f"{today.PAGES[name]().to_markdown()}\n\n" for name in ("engines", "vllm-v1"))
     assert all(f"| {policy} " in printed for policy in TODAY)
     for page in printed.strip().split("\n\n## ")[1:]:
         assert page in README
@@ -64,25 +64,16 @@ def test_every_page_is_in_the_readme_with_its_picture():
         assert (Path(__file__).parents[1] / f"policies/{name}.png").exists()
 
 
-def test_a_page_that_does_not_exist_is_refused(capsys):
-    for argv in (["--only", "nothing"], ["--write", "no/such/folder"]):
-        with pytest.raises(SystemExit):
-            bench.parse_args(["today", *argv])
-        assert "must be from engines" in capsys.readouterr().err or argv[0] == "--write"
-
-
 @pytest.mark.parametrize("options", dict.fromkeys(today.CHECKLIST.values()))
 def test_a_command_of_the_checklist_is_one_of_the_bench(options):
-    bench.parse_args([*today.SERVE.split(), *options.split()])
+    parse([*today.SERVE.split(), *options.split()])
     assert f"`bench.py {today.SERVE}`" in README and f": `{options}`" in README
 
 
 def test_an_interrupt_keeps_the_pages_that_are_made(tmp_path, capsys, monkeypatch):
-    def results_of(*_):
-        yield today.Page("first", "Is it?", ["It is."], chart={"s": {"vllm": 1.0, "orca": 2.0}})
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "results_of", results_of)
+    page = today.Page("first", "Is it?", ["It is."], chart={"s": {"vllm": 1.0, "orca": 2.0}})
+    second = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(today, "PAGES", {"first": lambda: page, "second": second})
     (tmp_path / "README.md").write_text("whole", "utf-8")
     with pytest.raises(KeyboardInterrupt):
         bench.main(["today", "--write", str(tmp_path)])

@@ -6,20 +6,22 @@ Prints the tokens per second of each engine, in turns with ours. Random weights,
 
 import sys
 import time
-from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from cyclopts import Parameter
+from cyclopts.types import PositiveInt
 from tqdm import tqdm
 
-from cli.console import run
-from cli.loading import ModelOptions, add_layers_option, add_model_options, load_model
-from cli.options import OptionParser, option, whole, write_json, wrote
+from cli.console import make_app, run
+from cli.files import options_json, write_json, wrote
+from cli.loading import load_model, resolve_model
+from cli.model import ModelOptions
 from cli.tables import format_table
 from examples.compare.engines import (
-    OUR_POLICIES,
     PACKAGES,
     REPEATS,
     ComparisonInterrupted,
@@ -30,85 +32,93 @@ from examples.compare.engines import (
     requests_served,
     save_random,
 )
-from lab.commands import offline
-from lab.commands.offline import OfflineOptions
 from lab.measure import timing
 from lab.measure.machine_info import measure_machine
 from lab.measure.offline_load import OfflineLoad
 from model import GPTConfig
 from pretrained import checkpoints
 
+app = make_app("python -m examples.compare", "Other engines, in turns.")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """The load that all engines get. Raises ValueError for sizes that do not go together."""
+
+    chunk: PositiveInt = 256
+    """C, the chunk size and token budget, in tokens."""
+    batch: PositiveInt = 6
+    """B, the most requests at once."""
+    seq_len: PositiveInt = 1000
+    """Prompt and output tokens of a request, together."""
+    requests: PositiveInt | None = None
+    """Requests to serve. [default: 2 B]"""
+    json: Path | None = None
+    """Write all that is printed, with these options."""
+
+    def __post_init__(self) -> None:
+        if not self.batch <= self.chunk <= self.seq_len:
+            limits = f"at least --batch {self.batch} and at most --seq-len {self.seq_len}"
+            raise ValueError(f"--chunk {self.chunk}: must be {limits}")
+
 
 def engines(text: str) -> dict[str, str]:
-    """The type of --against: {engine: the Python that has its packages}."""
+    """{engine: the Python that has its packages} of --against. Raises ValueError for an engine that
+    is unknown, or not installed."""
     pythons = {}
     for part in text.split(","):
         engine, _, python = part.strip().partition("=")
         if engine not in PACKAGES:
-            raise ArgumentTypeError(f"{engine!r}: must be one of {', '.join(PACKAGES)}")
+            raise ValueError(f"--against {engine!r}: must be one of {', '.join(PACKAGES)}")
         pythons[engine] = python or sys.executable
         if not has_package(pythons[engine], engine):
-            command = f"{pythons[engine]} -m pip install {PACKAGES[engine].replace('_', '-')}"
-            problem = f"{pythons[engine]} is no Python with {PACKAGES[engine]}"
-            raise ArgumentTypeError(f"{engine}: {problem}: {command}")
+            raise ValueError(f"--against {engine}: {pythons[engine]} has not {PACKAGES[engine]}")
     return pythons
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompareOptions(OfflineOptions):
-    """The options of `compare`: those of `offline`, and the other engines."""
+@app.default
+def compare(
+    *,
+    against: str,
+    options: CompareOptions = CompareOptions(),
+    model_options: ModelOptions = ModelOptions(),
+) -> None:
+    """Other engines serve the same requests, in turns with ours.
 
-    batch: int = option("B, the most requests at once", type=whole(minimum=1), default=6)
-    against: dict[str, str] = option(  # engine -> the Python that has its packages
-        f"engines that serve the requests too, comma-separated, of {', '.join(PACKAGES)} "
-        "(packages openvino-genai, optimum-intel), required; openvino=/its/bin/python where "
-        "another has them",
-        required=True,
-        metavar="ENGINES",
-        type=engines,
-    )
+    What there is when it is interrupted is printed and written, too.
 
-
-def parse_args(argv: Sequence[str] | None) -> CompareOptions:
-    """The options, checked: the engines, and the load of `offline`. Exits with a message for random
-    weights that cannot be saved."""
-    parser = OptionParser(prog="python -m examples.compare", description="Other engines, in turns.")
-    left_out = ("policies", "plot", "html")
-    parser.add_fields(CompareOptions, left_out, requests="2 B")
-    add_layers_option(parser)
-    add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
-    parser.set_defaults(command="compare", policies=list(OUR_POLICIES))
-    parser.set_defaults(plot=None, html=None)
-    args = parser.parse_args(argv)
-    options = CompareOptions(**vars(offline.resolve(parser, args)), against=args.against)
-    model = replace(options.model, layers=args.layers)
-    options = replace(options, model=model)
-    if not model.model and not can_save_random(GPTConfig.preset(model.name)):
-        parser.error(f"--against: random weights like those of {model.name} cannot be saved")
-    return options
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Compare, print and write; what there is when it is interrupted, too."""
-    options = parse_args(argv)
+    Parameters
+    ----------
+    against
+        Engines, comma-separated; openvino=/its/bin/python where another Python has its packages.
+    """
+    pythons = engines(against)
+    resolved = resolve_model(model_options)
+    if not resolved.model and not can_save_random(GPTConfig.preset(resolved.name)):
+        raise ValueError(f"--against: random weights like those of {resolved.name} cannot be saved")
     began = time.perf_counter()
-    load = options.load(options.requests or 2 * options.batch)
+    load = OfflineLoad(
+        seq_len=options.seq_len,
+        pd_ratio=options.chunk / max(1, options.batch - 1),
+        batch=options.batch,
+        requests=options.requests or 2 * options.batch,
+        seed=resolved.seed,
+    )
     interrupt = None
     with TemporaryDirectory() as folder:
-        model_options = with_checkpoint(options.model, load.seq_len, folder)
-        model = load_model(model_options, load.seq_len, positions_from="--seq-len")
-        machine = measure_machine(
-            model, options.model.title, options.chunk, options.model.attention
-        )
+        resolved = with_checkpoint(resolved, load.seq_len, folder)
+        model = load_model(resolved, load.seq_len, positions_from="--seq-len")
+        machine = measure_machine(model, resolved.title, options.chunk, resolved.attention)
         print(machine.heading())
         try:
             results = compare_engines(
                 model,
-                checkpoints.find(str(model_options.model)),
-                options.against,
+                checkpoints.find(str(resolved.model)),
+                pythons,
                 load,
                 chunk=options.chunk,
-                attention=options.model.attention,
+                attention=resolved.attention,
                 report=tqdm.write,
             )
         except ComparisonInterrupted as error:
@@ -119,14 +129,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     seconds = time.perf_counter() - began
     print(f"\ntook {seconds:.0f} s")
     report = {
+        "options": options_json(options, resolved),
         "machine": machine.to_json(),
         "against": {name: asdict(result) for name, result in results.items()},
         "seconds": seconds,
     }
-    write_json(options, report)
+    write_json(options.json, report)
     wrote(options.json)
     if interrupt:
         raise interrupt
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line `argv`, or that of this process."""
+    app(argv, exit_on_error=False, print_error=False)
 
 
 def with_checkpoint(options: ModelOptions, positions: int, folder: str) -> ModelOptions:

@@ -31,7 +31,7 @@ from typing import (
 
 from tqdm import tqdm
 
-from cli.loading import ModelOptions
+from cli.model import ModelOptions
 from config import EngineConfig
 from lab.claims.checks import Condition
 from lab.measure import timing, workload

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cli import console
-from cli.options import write_text
+from cli.files import write_text
 from cli.tables import Cell, format_table, markdown
 from lab.claims.claim import Claim, Finding, Published
 from lab.claims.claims import CLAIMS

@@ -1,56 +1,34 @@
 """Name the first rule that a policy breaks: `bench.py check my_policy.py:Eager`.
 
-Loads are simulated under a referee; `--random-loads 2000` adds small ones of all sizes. A
-schedule() that loops without an end is stopped after 10 s of CPU time. Other commands try policies
-from files, too, before they measure them, see policies/trial.py. Read first:
+Loads are simulated under a referee; `--random-loads 2000` adds small ones of all sizes. Read first:
 policies/template.py, to break rules with a copy of it. Read next: policies/referee.py, the rules,
 and lab/simulator/referee.py, the loads.
 """
 
-import argparse
-from dataclasses import dataclass
-
+from cyclopts.types import NonNegativeInt
 from tqdm import tqdm
 
-from cli.options import OptionParser, from_args, option, policy_names, whole
-from lab.simulator.referee import check_policy, check_random_loads, rules_of
+from cli.model import split_names
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckOptions:
-    """The options of `check`."""
+def main(policies: str, /, *, random_loads: NonNegativeInt = 0) -> None:
+    """Name the first rule that a policy breaks, with exit status 2, or all rules that it keeps.
 
-    policies: list[str]
-    random_loads: int = option(
-        "simulate so many small random loads, too",
-        type=whole(minimum=0, maximum=1_000_000),
-        default=0,
-    )
+    Parameters
+    ----------
+    policies
+        Such as my_policy.py:Eager, several with commas.
+    random_loads
+        Simulate so many small random loads, too.
+    """
+    from lab.simulator.referee import check_policy, check_random_loads, rules_of
 
-
-def add_options(parser: OptionParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument(
-        "policies",
-        type=policy_names,
-        help="such as my_policy.py:Eager, several with commas",
-    )
-    parser.add_fields(CheckOptions)
-
-
-def resolve(parser: OptionParser, args: argparse.Namespace) -> CheckOptions:
-    """The options of the command line."""
-    return from_args(CheckOptions, args)
-
-
-def main(options: CheckOptions) -> None:
-    """Check the policies. Raises ValueError, which names the rule, for one that breaks a rule."""
-    for policy in options.policies:
+    for policy in split_names(policies):
         verdict = check_policy(policy)
         wasteful = verdict.wasteful
         iterations = verdict.iterations
-        if verdict.violation is None and options.random_loads:
-            seeds = tqdm(range(options.random_loads), policy, leave=False, disable=None)
+        if verdict.violation is None and random_loads:
+            seeds = tqdm(range(random_loads), policy, leave=False, disable=None)
             verdict = check_random_loads(policy, seeds)
             iterations += verdict.iterations
         if verdict.violation:

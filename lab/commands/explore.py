@@ -9,34 +9,23 @@ the others decode. Read first: policies/template.py, lab/explore/runs.py."""
 
 import json
 import shutil
-from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cyclopts import Parameter
+from cyclopts.types import PositiveInt
 from tqdm import tqdm
 
-from cli.options import (
-    OptionParser,
-    file_option,
-    from_args,
-    nonempty_text,
-    option,
-    output_file,
-    policy_names,
-    whole,
-    write_text,
-    wrote_page,
-)
-from lab.explore.bundle import PYODIDE, PYODIDE_FILES, bundle, editor
+from cli.files import write_text, wrote_page
+from cli.model import split_names
+from lab.explore.bundle import PYODIDE_FILES, bundle, editor
 from lab.explore.runs import CHUNKS, MAX_BATCH, MAX_LEN, MODEL, Load, record_run
 from lab.measure import workload
-from lab.measure.capacity import estimated_qps, slo_seconds
 from lab.measure.run_plan import goes_by_chunk
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import LINKS
-from lab.simulator.machine import VOCABULARY, base_of
 from lab.simulator.pools import KVLink, simulate_pools
 from page.html import Costs, Editor, RowCosts, packed_inline, page
 from page.records import Recorder
@@ -70,7 +59,6 @@ TWO_GPUS = "two pools or replicas"
 POOLS = Pools(1, 1)  # of TWO_GPUS, all other policies have two replicas there
 POOLS_NAME = f"pools {POOLS}"
 KV_LINK = "infiniband"
-PAGE = "explore.html"
 NO_CHUNK = "*"  # the chunk size of a policy that has none
 STEADY = 0.7  # share of the rate that should be possible
 OVERLOAD = 1.6
@@ -83,84 +71,52 @@ SHORT_QPS = 8.0  # requests of SHORT around the long one
 SHORT = (200, 60)  # tokens of prompt and output
 
 
-def site_folder(text: str) -> str:
-    """The type of a folder in which files can be written; it is made."""
-    try:
-        Path(nonempty_text(text)).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArgumentTypeError(f"{text}: cannot be made: {error.strerror}") from error
-    output_file(str(Path(text) / "index.html"))
-    return text
-
-
-def pyodide_folder(text: str) -> str:
-    """The type of a folder that has PYODIDE_FILES."""
-    absent = [name for name in PYODIDE_FILES if not (Path(text) / name).is_file()]
-    if absent:
-        raise ArgumentTypeError(f"{text}: has no {absent[0]}")
-    return text
-
-
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ExploreOptions:
-    """The options of `bench.py explore`."""
+    """The options of `bench.py explore`. Raises ValueError for files that pyodide has not."""
 
-    command: str
-    policies: list[str]  # besides POLICIES
-    requests: int = option(
-        "how many arrive in each run", type=whole(minimum=1, maximum=1000), default=60
-    )
-    html: str = file_option("the page", default_text=PAGE)
-    site: str | None = option(
-        "write a web site into this folder instead: index.html, which loads runs when asked",
-        type=site_folder,
-        metavar="FOLDER",
-    )
-    pyodide: str | None = option(
-        "with --site, the folder of the npm package pyodide, Python for the page's editor; "
-        "it is copied into the site",
-        type=pyodide_folder,
-        metavar="FOLDER",
-        default_text="loaded by browsers from " + PYODIDE,
-    )
+    requests: PositiveInt = 60
+    """How many arrive in each run."""
+    html: Path = Path("explore.html")
+    """The page."""
+    site: Path | None = None
+    """Write a web site into this folder instead: index.html, which loads runs when asked."""
+    pyodide: Path | None = None
+    """With --site, the folder of the npm package pyodide, Python for the page's editor; it is
+    copied into the site. [default: browsers load it from the network]"""
+
+    def __post_init__(self) -> None:
+        if self.pyodide and not self.site:
+            raise ValueError("--pyodide: needs --site")
 
 
-def add_options(parser: OptionParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument(
-        "policies",
-        help="your own with commas, such as my_policy.py:ShortestFirst, beside the others",
-        type=policy_names,
-        nargs="?",
-        default=[],
-    )
-    parser.add_fields(ExploreOptions)
+def main(policies: str = "", /, *, options: ExploreOptions = ExploreOptions()) -> None:
+    """A page to play with: what policies do with a load, and why.
 
+    Parameters
+    ----------
+    policies
+        Your own with commas, such as my_policy.py:ShortestFirst, beside the others.
+    """
+    from lab.measure.capacity import slo_seconds
+    from lab.simulator.machine import base_of
 
-def resolve(parser: OptionParser, args: Namespace) -> ExploreOptions:
-    """The options."""
-    if args.pyodide and not args.site:
-        parser.error("--pyodide: needs --site")
-    if args.html and args.site:
-        parser.error("--html: --site has its own index.html")
-    html = args.html or PAGE
-    if args.site:
-        html = str(Path(args.site) / "index.html")
-    return from_args(ExploreOptions, args, html=html)
-
-
-def main(options: ExploreOptions) -> None:
-    """Simulate all runs and write the page."""
     cost = CostModel.named(MODEL)
     slo_s = slo_seconds("strict", base_of(cost, MAX_LEN, BASE_CHUNK))
     loads = make_loads(cost, options.requests)
-    violations = broken_rules(options.policies)
-    policies = {
+    own = split_names(policies)
+    violations = broken_rules(own)
+    names = {
         mark_broken(short_name, violations[name].rule if name in violations else None): name
-        for short_name, name in short_names([*options.policies, *POLICIES]).items()
+        for short_name, name in short_names([*own, *POLICIES]).items()
     }
-    remedies = {name: name for name in REMEDIES if name not in policies}
-    recorders = simulate_all(policies, remedies, loads, slo_s)
+    remedies = {name: name for name in REMEDIES if name not in names}
+    recorders = simulate_all(names, remedies, loads, slo_s)
+    html = options.html
+    if options.site:
+        options.site.mkdir(parents=True, exist_ok=True)
+        html = options.site / "index.html"
     files, editor_info = write_beside(options, recorders, loads)
     text = page(
         "How an LLM server schedules its work",
@@ -173,7 +129,7 @@ def main(options: ExploreOptions) -> None:
         slo_s=slo_s,
         slo_source="5 decode iterations of 32 requests",
         choices={
-            "policy": [*policies, *remedies, POOLS_NAME],
+            "policy": [*names, *remedies, POOLS_NAME],
             "chunk": CHUNKS,
             "load": list(loads),
         },
@@ -181,11 +137,11 @@ def main(options: ExploreOptions) -> None:
         files=files,
         editor=editor_info,
     )
-    write_text(options.html, text)
+    write_text(html, text)
     for violation in violations.values():
         print(violation.sentence)
     if options.site is None:
-        wrote_page(options.html)
+        wrote_page(html)
     else:
         print(f"wrote {options.site}; python -m http.server -d {options.site} serves it")
 
@@ -231,7 +187,7 @@ def write_beside(
     content = bundle(loads)
     if options.site is None:
         return {}, editor(packed_inline(content))
-    site = Path(options.site)
+    site = options.site
     first_load = next(iter(loads))
     later = {load: group for load, group in recorders.items() if load != first_load}
     files = write_runs(site, later)
@@ -241,7 +197,7 @@ def write_beside(
     (site / "pyodide").mkdir(exist_ok=True)
     for name in PYODIDE_FILES:
         with new_file(site / "pyodide" / name) as path:
-            shutil.copyfile(Path(options.pyodide) / name, path)
+            shutil.copyfile(options.pyodide / name, path)
     return files, editor(packed, pyodide="pyodide/")
 
 
@@ -258,6 +214,9 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 def make_loads(cost: CostModel, requests: int) -> dict[str, Load]:
     """What the page's buttons call a load, and that load, for the machine of `cost`."""
+    from lab.measure.capacity import estimated_qps
+    from lab.simulator.machine import VOCABULARY, base_of
+
     base = base_of(cost, MAX_LEN, BASE_CHUNK)
     lengths = workload.sample_lengths("sharegpt4", requests, MAX_LEN, 0)
     possible_qps = estimated_qps(base, workload.poisson(lengths, 1.0, 0))

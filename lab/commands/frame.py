@@ -3,13 +3,13 @@
     with reporting(options, report, plot=draw, html=write_page):
         report["runs"] = ...
 
-Read first: cli/options.py."""
+Read first: cli/files.py."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from cli.options import write_json, wrote, wrote_page
+from cli.files import write_json, wrote, wrote_page
 
 
 @contextmanager
@@ -17,9 +17,9 @@ def reporting(
     options: Any,
     report: dict[str, Any],
     show: Callable[[], object] | None = None,
-    **files: Callable[[str], object],
+    **files: Callable[[Any], object],
 ) -> Iterator[None]:
-    """Write at the end of this block what `report` got in it, if anything, to --json; also if an
+    """Write `report` to --json at the end of this block, if it got anything in it; also if an
     interrupt or an error ends the block.
 
     `show` prints it before. `files` are functions that write to the file of another option, by the
@@ -36,7 +36,7 @@ def reporting(
         if len(report) > before:
             if show:
                 show()
-            write_json(options, report)
+            write_json(options.json, report)
             wrote(options.json)
             for name, write in files.items():
                 file = getattr(options, name)

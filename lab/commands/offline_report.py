@@ -1,6 +1,6 @@
 """What `bench.py offline` prints: its tables, and sentences to quote.
 
-Read first: offline.py, which measures; lab/measure/decode_cost.py."""
+Read first: offline_run.py, which measures; lab/measure/decode_cost.py."""
 
 import math
 import textwrap
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cli.options import plain
+from cli.files import plain
 from cli.tables import format_table
 from lab.measure.decode_cost import DecodeCost, Parts
 from lab.measure.machine_info import RealMachineInfo

@@ -18,15 +18,19 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from cli.loading import (
-    ModelOptions,
+from cli.loading import load_model, resolve_model
+from cli.model import ModelOptions
+from cli.options import (
+    OptionParser,
+    PerDevice,
     add_model_options,
-    find_device,
-    load_model,
+    from_args,
     model_options,
-    resolve_model,
+    nonempty_text,
+    option,
+    whole,
+    wrote,
 )
-from cli.options import OptionParser, PerDevice, from_args, nonempty_text, option, whole, wrote
 from lab.claims import report
 from lab.claims.claim import Claim
 from lab.claims.claims import CLAIMS
@@ -100,7 +104,7 @@ def resolve(parser: OptionParser, args: Namespace) -> PaperOptions:
 
 def main(options: PaperOptions) -> None:
     """The command. Each claim that is done is printed and kept."""
-    device = find_device(options.model.device)
+    device = torch.device(str(options.model.device))
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     folder = folder_of(timing.device_name(device), threads, options.model.dtype)
     directory = Path(options.out) if options.out else report.RESULTS / folder

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from cli.files import options_json, write_text
 from cli.loading import load_model
-from cli.options import write_json, write_text
+from cli.options import write_json
 from config import EngineConfig
 from lab.commands.frame import reporting
 from lab.commands.serve_options import (
@@ -310,6 +311,7 @@ def main(options: ServeOptions) -> dict[str, Any]:
         arrivals = arrivals_at(options.qps)
     info = machine.info.to_json()
     report = {
+        "options": options_json(options),
         "command": options.command,
         "machine": info,
         "load": load,

@@ -8,15 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cli.loading import MAX_PROCESSES, ModelOptions, add_model_options, model_options, resolve_model
+from cli.loading import resolve_model
+from cli.model import ModelOptions
 from cli.options import (
     SMALL_PAGES,
     OptionParser,
     PerDevice,
+    add_model_options,
     chunk_option,
     file_option,
     from_args,
     json_option,
+    model_options,
     nonempty_text,
     number,
     option,
@@ -48,7 +51,7 @@ ONLY_SIMULATED = (
     "pp_link",
     "cpu_ms",
 )  # go with --simulate DEVICE
-ONLY_REAL = ("device", "dtype", "attention", "compile", "threads")  # do not
+ONLY_REAL = ("device", "dtype", "attention", "compile")  # do not
 
 
 def shared_prefix(text: str) -> tuple[int, int]:
@@ -190,7 +193,7 @@ class ServeOptions:
     )
     replicas: int = option(
         "simulated copies of the GPUs of --tp and --pp, which share one queue",
-        type=whole(minimum=1, maximum=MAX_PROCESSES),
+        type=whole(minimum=1, maximum=10_000),
         default=1,
     )
     pools: Pools | None = option(

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cli.options import plain
+from cli.files import plain
 from cli.tables import Cell, format_table, show
 from lab.commands.serve_options import ServeOptions
 from lab.measure import capacity, timing

@@ -1,20 +1,13 @@
 """What today's engines decide, and what their users ask: six pages of tables and pictures.
 
     python bench.py today                       print them all; half a minute
-    python bench.py today --only long-prompt    one of them
     python bench.py today --write policies      make policies/README.md and its pictures again
 
 All is simulated. Read first: policies/today.py. Read next: lab/claims/today.py, the pages."""
 
-from argparse import Namespace
-from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
+from cyclopts.types import ExistingDirectory
 
-from cli.options import OptionParser, from_args, nonempty_text, option, write_text, wrote
-from lab.claims.today import PAGES, Page
-from lab.commands.simulate import names_from, results_of
-from lab.pictures.bars import plot_bars
+from cli.files import write_text, wrote
 from policies import POLICIES
 from policies.cards import CARDS
 
@@ -29,35 +22,6 @@ decisions. All below is simulated, and made by `bench.py today --write policies`
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class TodayOptions:
-    """The options of `bench.py today`."""
-
-    command: str
-    only: list[str] = option(
-        f"from {', '.join(PAGES)}",
-        type=names_from(PAGES),
-        default=list(PAGES),
-        default_text="all",
-    )
-    processes: int = option("make so many pages at once", type=int, choices=range(1, 6), default=2)
-    write: str | None = option(
-        "write README.md and the pictures there", type=nonempty_text, metavar="FOLDER"
-    )
-
-
-def add_options(parser: OptionParser) -> None:
-    """Add the options of the command."""
-    parser.add_fields(TodayOptions)
-
-
-def resolve(parser: OptionParser, args: Namespace) -> TodayOptions:
-    """The options. Exits with a message if there is no such folder."""
-    if args.write and not Path(args.write).is_dir():
-        parser.error(f"--write {args.write}: is no folder")
-    return from_args(TodayOptions, args)
-
-
 def papers_policies() -> str:
     """A table of the papers' policies and what follows them, in Markdown."""
     rows = [f"| `{name}` | {CARDS[name].note} |" for name in POLICIES]
@@ -65,27 +29,30 @@ def papers_policies() -> str:
     return "\n".join([*head, *rows]) + "\n"
 
 
-def make_page(name: str) -> Page:
-    """The page of that name."""
-    return PAGES[name]()
+def main(*, write: ExistingDirectory | None = None) -> None:
+    """What today's engines decide, and what their users ask: pages of tables and pictures.
 
+    Each is printed, and its picture written, when it is made; README.md when all are.
 
-def main(options: TodayOptions) -> None:
-    """Make the pages and print them; write them, too, if asked.
+    Parameters
+    ----------
+    write
+        Write README.md and the pictures there.
+    """
+    from lab.claims.today import PAGES
+    from lab.pictures.bars import plot_bars
 
-    Each is printed, and its picture written, when it is made; README.md when all are."""
     sections: list[str] = []
-    pages = results_of(options.processes, "pages", make_page, options.only)
-    with closing(pages):
-        for page in pages:
-            print(page.to_markdown(), end="\n\n")
-            sections.append(page.to_markdown() + "\n")
-            if options.write and page.chart is not None:
-                file = Path(options.write) / f"{page.name}.png"
-                plot_bars(page.chart, page.question, file)
-                wrote(file)
-                sections.append(f"![{page.question}]({file.name})\n")
-    if options.write:
-        readme = Path(options.write) / "README.md"
+    for make_page in PAGES.values():
+        page = make_page()
+        print(page.to_markdown(), end="\n\n")
+        sections.append(page.to_markdown() + "\n")
+        if write and page.chart is not None:
+            file = write / f"{page.name}.png"
+            plot_bars(page.chart, page.question, file)
+            wrote(file)
+            sections.append(f"![{page.question}]({file.name})\n")
+    if write:
+        readme = write / "README.md"
         write_text(readme, "\n".join([INTRODUCTION, papers_policies(), *sections]))
         wrote(readme)
