@@ -39,8 +39,8 @@ def check_page(tab):
 
 
 @pytest.mark.parametrize("size", [(1400, 900), (800, 1200), (390, 844)])
-def test_the_page_fits_and_can_be_read_and_the_tour_covers_nothing(any_browser, explored, size):
-    with opened(any_browser, f"file://{explored}", size, skip_opening=False) as tab:
+def test_the_page_fits_and_can_be_read_and_the_tour_covers_nothing(any_browser, first_page, size):
+    with opened(any_browser, f"file://{first_page}", size, skip_opening=False) as tab:
         tab.evaluate("end_opening()")
         for front, back in map(str.split, WRITTEN):
             style = f"color:var(--{front});background:var(--{back})"
@@ -75,8 +75,8 @@ PLAYING = ["title", "H2", "CANVAS", "CANVAS", "H2", "CANVAS", "CANVAS", "story"]
 
 
 @pytest.mark.parametrize("size", [(1400, 900), (390, 844)])
-def test_the_page_opens_with_one_picture_that_plays_once(open_explored, size):
-    tab = open_explored(size=size, skip_opening=False)
+def test_the_page_opens_with_one_picture_that_plays_once(open_first, size):
+    tab = open_first(size=size)
     assert shown_runs(tab) == ["vllm | * | A to D", "sarathi-serve | 256 | A to D"]
     assert 0 < tab.evaluate("revealed") < tab.evaluate("range()[1]")
     assert tab.evaluate(OPENING) == PLAYING
@@ -96,8 +96,18 @@ def test_the_page_opens_with_one_picture_that_plays_once(open_explored, size):
     assert tab.is_visible("#choices") and not tab.is_visible("#opening")
 
 
-def test_the_opening_counts_a_stall_and_follows_the_chunk_size(open_explored):
-    tab = open_explored(skip_opening=False)
+def test_the_page_of_ones_own_policy_opens_on_it(browser, explored):
+    with opened(browser, f"file://{explored}", skip_opening=False) as tab:
+        tab.wait_for_function("panes.length === 2 && !dirty")
+        assert [run.split(" | ")[0] for run in shown_runs(tab)] == [
+            "ShortestFirst",
+            "sarathi-serve",
+        ]
+        assert not tab.is_visible("#opening") and tab.is_visible("#choices")
+
+
+def test_the_opening_counts_a_stall_and_follows_the_chunk_size(open_first):
+    tab = open_first()
     tab.evaluate("end_opening()")
     written = """moment => {
         const texts = [], pen = {fillText: text => texts.push(text), fillRect() {}};
@@ -120,8 +130,8 @@ def test_the_opening_counts_a_stall_and_follows_the_chunk_size(open_explored):
     assert tab.text_content("#story").endswith(f"waits longer than {shorter_ms:.1f} ms.")
 
 
-def test_who_wants_no_motion_sees_the_last_frame(open_explored):
-    tab = open_explored(skip_opening=False, reduced_motion="reduce")
+def test_who_wants_no_motion_sees_the_last_frame(open_first):
+    tab = open_first(reduced_motion="reduce")
     tab.wait_for_function("opening.is_open && dirty === false")
     assert tab.evaluate("[revealed === Infinity, opening.began]") == [True, None]
     assert tab.is_visible("#again")
