@@ -28,14 +28,12 @@ COMMANDS = {
     "check": "The first rule that a policy of your own breaks.",
 }
 ARGPARSE = {
-    "serve": "lab.commands.serve",
-    "capacity": "lab.commands.serve",
     "paper": "lab.commands.paper",
     "simulate": "lab.commands.simulate",
 }
 for name, description in COMMANDS.items():
-    module = ARGPARSE.get(name, f"lab.commands.{name}")
-    app.command(f"{module}:main", name=name, help=description)
+    function = "serve:capacity" if name == "capacity" else f"{name}:main"
+    app.command(f"lab.commands.{function}", name=name, help=description)
 
 
 def command_line(argv: Sequence[str]) -> list[str]:

@@ -59,9 +59,8 @@ def sample(
     from sampling import SamplingParams
 
     resolved = resolve_model(replace(model_options, dtype=model_options.dtype or "float32"))
-    sampling = f"temperature {options.temperature:g}, top-k {options.top_k}, top-p"
-    computed = f"{resolved.dtype} on {resolved.device}, {sampling} {options.top_p:g}"
-    tokenizer, resolved = find_tokenizer(resolved, computed)
+    print(f"# {resolved.dtype} on {resolved.device}", file=sys.stderr)
+    tokenizer, resolved = find_tokenizer(resolved)
     prompts = [tokenizer.encode(prompt) for prompt in options.prompt]
     if options.chat:
         apply_template = load_chat(resolved.model)
@@ -77,16 +76,13 @@ def sample(
         tokenizer=tokenizer,
         max_len=max_len,
     )
-    params = [
-        SamplingParams(
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=resolved.seed + i,
-        )
-        for i in range(len(prompts))
-    ]
+    sampling = SamplingParams(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+    )
+    params = [replace(sampling, seed=resolved.seed + i) for i in range(len(prompts))]
     texts = [*options.prompt, *("" for _ in options.chat)]
     events = engine.stream(prompts, params)
     if len(prompts) == 1:

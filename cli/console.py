@@ -20,13 +20,14 @@ TWICE_S = 0.5
 
 
 def make_app(name: str, help: str) -> App:
-    """A program of this name. Its flags have no --no-flag; its errors are those of `run`."""
+    """A program of this name. Its flags have no --no-flag, the last of repeated options
+    counts, and its errors are those of `run`."""
     return App(
         name=name,
         help=help,
         version_flags=(),
         suppress_keyboard_interrupt=False,
-        default_parameter=Parameter(negative=()),
+        default_parameter=Parameter(negative=(), allow_repeating=True),
         result_action="return_value",
     )
 
@@ -61,4 +62,5 @@ def explain(error: BaseException) -> str | None:
     is_memory = type(error).__name__ == "OutOfMemoryError"
     if not is_memory and not isinstance(error, ValueError | OSError | MemoryError):
         return None
+    text = f"no memory on the GPU for this model: {text}" if is_memory else text
     return f"error: {place}: {text}" if place else f"error: {text}"

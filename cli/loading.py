@@ -101,7 +101,7 @@ def load_model(options: ModelOptions, positions: int, *, positions_from: str) ->
 def _load_here(
     options: ModelOptions, positions: int, length: str, device: torch.device, ranks: Ranks | None
 ) -> GPT:
-    """load_model in this process, maybe as one of several ranks. All of these take rank 0's dtype.
+    """load_model in this process, maybe as one of several ranks.
     `length` is for error messages: the option and its value, as "--max-len 2048"."""
     from kv_cache import kv_bytes_per_token
     from model import GPT, GPTConfig
@@ -110,8 +110,7 @@ def _load_here(
     from runtime.memory import check_memory
     from runtime.runner import find_fast
 
-    dtype_name = ranks.gather(options.dtype)[0] if ranks else options.dtype
-    dtype: torch.dtype = getattr(torch, str(dtype_name))
+    dtype: torch.dtype = getattr(torch, str(options.dtype))
     directory = None
     if options.model:
         directory = checkpoints.find(options.model)
@@ -140,28 +139,23 @@ def _load_here(
     elif directory:
         checkpoints.load_weights(model, directory)
     fast = find_fast()
-    if fast and options.compile:
-        fast.compile_layers(model)
     if fast:
+        if options.compile:
+            fast.compile_layers(model)
         fast.pack(model)
     return model
 
 
-def find_tokenizer(options: ModelOptions, computed: str = "") -> tuple[Tokenizer, ModelOptions]:
+def find_tokenizer(options: ModelOptions) -> tuple[Tokenizer, ModelOptions]:
     """The tokenizer of the model of these options, and the options with its directory or geometry.
 
     A checkpoint has its own tokenizer. A geometry has random weights, and its tokens are bytes.
-    That is said on stderr, and how a text is `computed`. Raises as checkpoints.find and
-    load_tokenizer."""
+    That is said on stderr. Raises as checkpoints.find and load_tokenizer."""
     from pretrained import checkpoints
     from pretrained.tokenizers import byte_tokenizer, load_tokenizer
 
     if options.model:
         directory = checkpoints.find(options.model)
-        tokenizer = load_tokenizer(directory)
-        if computed:
-            print(f"# {options.name}: {computed}", file=sys.stderr)
-        return tokenizer, replace(options, model=str(directory))
-    noise = f"# {options.name} with random weights, the text will be noise"
-    print(f"{noise}, {computed}" if computed else noise, file=sys.stderr)
+        return load_tokenizer(directory), replace(options, model=str(directory))
+    print(f"# {options.name} with random weights, the text will be noise", file=sys.stderr)
     return byte_tokenizer(), replace(options, preset=options.name)

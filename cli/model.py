@@ -21,27 +21,27 @@ class ModelOptions:
 
     Raises ValueError for a preset and a model."""
 
-    preset: Annotated[
-        str | None, Parameter(help=f"A geometry with random weights: {', '.join(PRESETS)}.")
-    ] = None
+    preset: Annotated[str | None, Parameter(help=f"Random weights of: {', '.join(PRESETS)}.")] = (
+        None
+    )
     model: str | None = None
-    """A checkpoint instead: a local directory or a name on the Hub."""
+    """A checkpoint: a directory or a name on the Hub."""
     device: str | None = None
-    """Where to run: cpu, cuda, cuda:1, ... [default: a GPU, if there is one]"""
+    """cpu, cuda, cuda:1, ... [default: a GPU, if there is one]"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of weights and cache. [default: the fastest here; of sample.py: float32]"""
+    """[default: the fastest; of sample.py: float32]"""
     attention: str = "auto"
     """The backend, of those in fast/."""
     seed: NonNegativeInt = 0
     """Of all that is random."""
     compile: bool = False
-    """torch.compile the layers around attention: fewer kernels, after a minute or so."""
+    """torch.compile the layers around attention."""
     tp: PositiveInt = 1
-    """Processes that share each layer, started by torchrun, see parallel/README.md."""
+    """Processes that share each layer, by torchrun."""
     pp: PositiveInt = 1
-    """Stages of a pipeline of processes, started by torchrun."""
+    """Stages of a pipeline of processes, by torchrun."""
     layers: PositiveInt | None = None
-    """Compute so many, with random weights. [default: all]"""
+    """So many, with random weights. [default: all]"""
 
     def __post_init__(self) -> None:
         if self.preset and self.model:

@@ -4,36 +4,31 @@
     python -m examples.ladder --simulate a100-80gb --preset llama3-8b --max-len 4096 --qps 8 \
         --kv-tokens 131072
 
-The options are those of a load of `bench.py serve`. Read first: lab/commands/serve.py."""
+The options are those of a load of `bench.py serve`. Read first: lab/commands/serve_run.py."""
 
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from cli.console import run
-from cli.options import OptionParser
+from cli.console import make_app, run
+from cli.loading import resolve_model
+from cli.model import ModelOptions
 from cli.tables import Cell, format_table
 from config import EngineConfig
-from lab.commands import serve_options
-from lab.commands.serve import half_of_possible_qps, make_machine, make_workload
-from lab.commands.serve_options import ServeOptions
+from lab.commands.options import ServeOptions
+from lab.commands.serve_run import (
+    Sizes,
+    find_sizes,
+    half_of_possible_qps,
+    make_machine,
+    make_workload,
+)
 from lab.measure import capacity
 from lab.measure.metrics import goodput, summarize_run
 from lab.measure.run_loop import Run, no_progress
 from request import Request
 from scheduler import Batch, Orca, Sarathi
 
-FIXED = {  # options of `bench.py serve` that are none here
-    "policies": [],
-    "prefix_caching": "off",
-    "max_waiting": None,
-    "pools": None,
-    "kv_link": "infiniband",
-    "kv_send": "layers",
-    "plot": None,
-    "html": None,
-    "json": None,
-}
+app = make_app("python -m examples.ladder", str(__doc__).partition("\n\n")[0])
 CHANGE = 0.1  # a number that changes by less is as it was
 SMALLEST = 0.01  # less counts as nothing
 
@@ -94,18 +89,18 @@ goodput: requests a second with a TTFT of at most {ttft_slo_s:g} s and 99 % of t
 worsens most, beside the rung above"""
 
 
-def config_of(rung: Rung, options: ServeOptions, slo_s: float) -> EngineConfig:
-    """The engine of a rung. All have the memory of `options`, in pages or one piece a request."""
-    page_size = min(options.page_size) if rung.is_paged else options.max_len
+def config_of(rung: Rung, sizes: Sizes, attention: str, slo_s: float) -> EngineConfig:
+    """The engine of a rung. All have the same memory, in pages or one piece a request."""
+    page_size = min(sizes.page_size) if rung.is_paged else sizes.max_len
     return EngineConfig(
         policy=rung.policy,
         policy_options={"tbt_slo": slo_s} if rung.policy == "dynamic" else {},
-        chunk=options.chunk,
-        max_batch=options.batch if rung.is_batched else 1,
-        max_len=options.max_len,
-        attention=options.model.attention,
+        chunk=sizes.chunk,
+        max_batch=sizes.batch if rung.is_batched else 1,
+        max_len=sizes.max_len,
+        attention=attention,
         page_size=page_size,
-        pages=options.kv_tokens // page_size,
+        pages=sizes.kv_tokens // page_size,
     )
 
 
@@ -142,30 +137,27 @@ def changes(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[st
     return cures, costs
 
 
-def parse_args(argv: Sequence[str]) -> ServeOptions:
-    """The options of `bench.py serve` but for those that are FIXED."""
-    parser = OptionParser(
-        prog="python -m examples.ladder", description=str(__doc__).partition("\n\n")[0]
-    )
-    parser.set_defaults(command="serve")
-    serve_options.add_options(parser, FIXED)
-    return serve_options.resolve(parser, parser.parse_args(argv))
+@app.default
+def climb(
+    options: ServeOptions = ServeOptions(), model_options: ModelOptions = ModelOptions()
+) -> None:
+    """The inventions of LLM serving in their order, one load under each.
 
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Climb: a line for each rung when it has served the load, then the table."""
-    options = parse_args(sys.argv[1:] if argv is None else argv)
-    machine = make_machine(options)
-    arrivals_at, load = make_workload(options)
+    A line for each rung when it has served the load, then the table. --policies do not count."""
+    if not options.simulate:
+        model_options = resolve_model(model_options, gpu_preset="llama3-8b", gpu_bytes=75e9)
+    sizes = find_sizes(options, model_options, (48, 500))
+    machine = make_machine(options, sizes, model_options)
+    arrivals_at, load = make_workload(options, sizes, model_options.seed)
     slo_s = capacity.slo_seconds(options.slo, machine.base)
-    options = replace(options, qps=options.qps or half_of_possible_qps(machine, arrivals_at(1.0)))
-    print(f"{machine.info.heading()}load: {load}, {options.qps:g} a second")
+    qps = options.qps or half_of_possible_qps(machine, arrivals_at(1.0))
+    print(f"{machine.info.heading()}load: {load}, {qps:g} a second")
     rows: dict[str, list[Cell]] = {}
     before: dict[str, float] = {}
     try:
         for name, rung in LADDER.items():
-            config = config_of(rung, options, slo_s)
-            arrivals = arrivals_at(options.qps)
+            config = config_of(rung, sizes, model_options.attention, slo_s)
+            arrivals = arrivals_at(qps)
             served = machine.serve(config, arrivals, progress=no_progress, recorder=None)
             print(f"{name}: {served.seconds:,.1f} s")
             numbers = numbers_of(served, options.ttft_slo, slo_s)
@@ -176,6 +168,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     finally:
         print(f"\n{format_table('seconds', rows)}")
         print(NOTE.format(ttft_slo_s=options.ttft_slo, tbt_slo_s=slo_s))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line `argv`, or that of this process."""
+    app(argv, exit_on_error=False, print_error=False)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,12 +43,12 @@ ROOT = Path(__file__).parents[1]
 
 
 def parse(argv):
-    """The options of a command line of bench.py, as its command gets them."""
+    """The options of a command line of bench.py, as its command gets them, by name."""
     words = bench.command_line(argv)
     if words[0] in bench.ARGPARSE:
         return parse_command(import_module(bench.ARGPARSE[words[0]]), words)
     _, bound, _ = bench.app.parse_args(words, exit_on_error=False, print_error=False)
-    return bound.arguments.get("options")
+    return SimpleNamespace(**bound.arguments)
 
 
 def repository(pattern):

@@ -1,6 +1,5 @@
 """The rule that a policy breaks is named; custom policies are shown beside the others."""
 
-import json
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -378,37 +377,7 @@ def test_only_custom_policies_are_checked_before_they_are_measured(tmp_path, mon
     }
 
 
-SIMULATED = "--simulate a100-80gb --preset llama3-8b --max-len 512 --requests 16 --batch 4"
 BREAKS = "(breaks 'no decode dropped')"
-
-
-def marked(command, policy, capsys, *files):
-    """What a command prints of this policy, which it marks, and of sarathi-serve."""
-    bench.main([*command.split(), *files, "--policies", f"sarathi-serve,{policy}"])
-    text = capsys.readouterr().out
-    assert text.count("\nthe rule 'no decode dropped' is broken: waits while 2 others decode") == 1
-    assert f"| {policy} {BREAKS} " in text and "sarathi-serve (breaks" not in text
-    return " ".join(text.split())
-
-
-def test_serve_marks_a_policy_that_breaks_a_rule_and_it_meets_no_slo(tmp_path, capsys):
-    policy = write_policy(tmp_path, DROPS)
-    file = tmp_path / "run.json"
-    text = marked(f"serve {SIMULATED} --qps 1", policy, capsys, f"--json={file}")
-    assert f"{policy} (the rule 'no decode dropped' is broken)" in text
-    assert f"met by sarathi-serve; not met by {policy}" in text
-    runs = json.loads(file.read_text("utf-8"))["runs"]
-    assert runs["sarathi-serve"]["met"] and not runs[policy]["met"]
-    assert runs[policy]["broken_rule"] == "no decode dropped"
-
-
-def test_capacity_marks_a_policy_that_breaks_a_rule_and_runs_it_once(tmp_path, capsys):
-    policy = write_policy(tmp_path, DROPS)
-    file = tmp_path / "run.json"
-    text = marked(f"capacity {SIMULATED}", policy, capsys, f"--json={file}")
-    assert f"{policy} (the rule 'no decode dropped' is broken)" in text
-    result = json.loads(file.read_text("utf-8"))["results"][policy]
-    assert result["bound"] == "below" and len(result["points"]) == 1
 
 
 def test_explore_marks_a_policy_that_breaks_a_rule(tmp_path, monkeypatch, capsys):

@@ -17,7 +17,7 @@ from cli.files import write_json
 from cli.loading import load_model, resolve_model
 from cli.model import ModelOptions, split_names
 from lab.commands.frame import reporting
-from lab.commands.offline import OfflineOptions
+from lab.commands.options import OfflineOptions
 from policies import POLICIES
 from tests.helpers import ROOT
 

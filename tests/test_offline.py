@@ -14,7 +14,7 @@ import bench
 from cli.model import ModelOptions
 from lab.commands import offline_report
 from lab.commands import offline_run as offline
-from lab.commands.offline import OfflineOptions
+from lab.commands.options import OfflineOptions
 from lab.measure import decode_cost, metrics, offline_load, timing
 from lab.measure.decode_cost import measure_decode_cost
 from lab.measure.decode_maximal import table_2_batches

@@ -8,7 +8,7 @@ import pytest
 
 import bench
 from config import EngineConfig
-from lab.commands import explore, serve
+from lab.commands import explore, serve_run
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import Link
 from lab.simulator.pools import KVLink, simulate_pools
@@ -160,7 +160,7 @@ def test_the_page_of_serve_has_a_lane_for_each_instance(tmp_path, monkeypatch):
         recorders.update(runs)
         return ""
 
-    monkeypatch.setattr(serve, "page", spy)
+    monkeypatch.setattr(serve_run, "page", spy)
     machine = "--simulate a100-80gb --preset llama3-8b --pools 1:1"
     load = "--requests 6 --qps 4 --policies vllm"
     bench.main(["serve", *machine.split(), *load.split(), f"--html={tmp_path}/page.html"])

@@ -16,7 +16,6 @@ from lab.simulator.devices import LINKS, Link
 from lab.simulator.pools import KVLink, PoolSimulation, Ports, simulate_pools
 from lab.simulator.simulation import simulate
 from policies.pools import Pools
-from tests.test_simulate import printed_tables
 from tests.test_simulation import Law
 
 SERVE = "--simulate a100-80gb --preset llama3-8b --max-len 1024 --requests 12 --qps 20"
@@ -133,30 +132,14 @@ def test_a_pipeline_has_no_pools():
         PoolSimulation(Law(pp=2), CONFIG, ONE_TO_ONE, INFINITE)
 
 
-@pytest.mark.parametrize(
-    "link, said, least_s, most_s",
-    [
-        ("", "infiniband, layer by layer during the prefill", 0.0, 0.004),
-        ("--kv-send end", "infiniband, all layers at its end", 0.0, 0.004),
-        # 100 tokens or more of 131 kB each, at 3.1 GB/s
-        ("--kv-send end --kv-link ethernet-25g", "ethernet-25g, all layers at its end", 0.004, 1.0),
-    ],
-)
-def test_serve_prints_two_pools_beside_as_many_replicas(
-    link, said, least_s, most_s, capsys, tmp_path
-):
+def test_serve_compares_two_pools_with_as_many_replicas(tmp_path):
     file = tmp_path / "serve.json"
-    words = f"serve {SERVE} {link} --policies sarathi-serve --pools 1:2"
+    words = f"serve {SERVE} --policies sarathi-serve --pools 1:2"
     bench.main([*words.split(), f"--json={file}"])
-    text = capsys.readouterr().out
-    assert "3 replicas" in text and "1 of 3 instances prefill, 2 decode" in text
-    assert f"keys and values over {said}\n" in text
-    latencies, _, links = printed_tables(text)
-    assert links[0] == ["seconds", "memory P99", "link P50", "link P99"]
-    names = [row[0] for row in latencies[1:]]
-    assert names == ["sarathi-serve", "pools 1:2", "pools 1:2 chunks"]
-    assert [row[0] for row in links[1:]] == names[1:]
-    runs = json.loads(file.read_text("utf-8"))["runs"]
+    report = json.loads(file.read_text("utf-8"))
+    assert report["options"]["replicas"] == 3
+    runs = report["runs"]
+    assert list(runs) == ["sarathi-serve", "pools 1:2", "pools 1:2 chunks"]
     assert "link" not in runs["sarathi-serve"]
-    assert least_s < runs["pools 1:2"]["link"]["exposed_s"]["p50"] < most_s
+    assert 0 < runs["pools 1:2"]["link"]["exposed_s"]["p50"] < 0.004
     assert all(run["finished"] == 12 for run in runs.values())

@@ -47,7 +47,7 @@ PARSERS = {
     "server": server.__main__.parse_args,
     "exercises": exercises.__main__.parse_args,
     "examples.compare": compare.app.parse_args,
-    "examples.ladder": ladder.parse_args,
+    "examples.ladder": ladder.app.parse_args,
 }
 REQUIRED = {  # arguments of a command, where a sentence only names the command
     "batches": ["64"],
@@ -210,15 +210,13 @@ def test_every_command_parses(room, tmp_path, monkeypatch):
         if len(argv) == 1:
             argv += REQUIRED.get(argv[0], [])
         try:
-            parsed = PARSERS[program](argv)
+            PARSERS[program](argv)
         except SystemExit as error:
             assert error.code == 0 and "--help" in argv, (program, argv)
             continue
         except ValueError as error:  # the options are right, and torchrun has to start it
             assert "processes: torchrun" in str(error), (program, argv)
             continue
-        if argv[:1] == ["capacity"]:
-            assert parsed.requests >= parsed.fewest_requests, argv
 
 
 def cells(line):

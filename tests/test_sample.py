@@ -42,7 +42,7 @@ def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, capsys):
     words = ["--device", "cpu", "--prompt", "abc", "--max-new-tokens", "9"]
     sample.main(["--model", str(tmp_path), *words])
     out, err = capsys.readouterr()
-    assert err.startswith(f"# {tmp_path}: float32 on cpu, temperature 0, ")
+    assert "float32 on cpu" in err
     assert out == f"abc{expected.text}\n"
 
 

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from cyclopts import Parameter
-from cyclopts.types import PositiveInt
+from cyclopts.types import PositiveFloat, PositiveInt
 from tqdm import tqdm
 
 from cli.console import make_app, run
@@ -52,6 +52,8 @@ class CompareOptions:
     """B, the most requests at once."""
     seq_len: PositiveInt = 1000
     """Prompt and output tokens of a request, together."""
+    pd_ratio: PositiveFloat | None = None
+    """Prompt tokens per output token. [default: C / (B - 1), which is balanced]"""
     requests: PositiveInt | None = None
     """Requests to serve. [default: 2 B]"""
     json: Path | None = None
@@ -100,7 +102,7 @@ def compare(
     began = time.perf_counter()
     load = OfflineLoad(
         seq_len=options.seq_len,
-        pd_ratio=options.chunk / max(1, options.batch - 1),
+        pd_ratio=options.pd_ratio or options.chunk / max(1, options.batch - 1),
         batch=options.batch,
         requests=options.requests or 2 * options.batch,
         seed=resolved.seed,

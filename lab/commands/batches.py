@@ -11,31 +11,12 @@ its attention and its matrix products are also timed alone, by the names of SARA
 times hybrid batches until it knows the largest token budget within that SLO (Sarathi-Serve §4.3).
 Read first: lab/measure/batch_times.py, lab/measure/token_budget.py. Read next: batches_run.py."""
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from cyclopts.types import PositiveFloat, PositiveInt
 
 from cli.model import ModelOptions
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class BatchesOptions:
-    """The options of `bench.py batches`."""
-
-    slo: PositiveFloat | None = None
-    """Find the largest token budget within this SLO of the time between tokens, in seconds,
-    instead."""
-    decodes: PositiveInt | None = None
-    """With --slo, requests that decode beside the chunk. [default: 16 on a CPU, 64 on a GPU]"""
-    max_len: PositiveInt | None = None
-    """With --slo, the longest request and largest budget. [default: 1024 on a CPU, 8192 on a
-    GPU]"""
-    json: Path | None = None
-    """Write all that is printed, with these options."""
+from lab.commands.options import BatchesOptions
 
 
 def main(

@@ -11,8 +11,8 @@ from cli.files import options_json
 from cli.loading import load_model, resolve_model
 from cli.model import ModelOptions
 from cli.tables import Cell, format_table
-from lab.commands.batches import BatchesOptions
 from lab.commands.frame import reporting
+from lab.commands.options import BatchesOptions
 from lab.measure import timing, token_budget
 from lab.measure.batch_times import (
     Batch,

@@ -17,7 +17,6 @@ from cli.loading import load_model, resolve_model
 from cli.model import ModelOptions, split_names
 from config import EngineConfig
 from lab.commands.frame import reporting
-from lab.commands.offline import OfflineOptions
 from lab.commands.offline_report import (
     Costs,
     conclude,
@@ -27,6 +26,7 @@ from lab.commands.offline_report import (
     print_end_to_end,
     row_json,
 )
+from lab.commands.options import OfflineOptions
 from lab.measure import timing
 from lab.measure.decode_cost import measure_decode_cost, measure_parts
 from lab.measure.decode_maximal import table_2_batches
