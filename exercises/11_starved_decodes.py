@@ -9,8 +9,8 @@ minutes, and a hole of 5 min 19 s; FreeToken #483: 77 s, 13 s when it was mended
 a line for each request. In which iteration does it first decide what hurts the two that decode?
 Say it with `--iteration N`.
 
-**Mend.** Change `schedule`, or another method. No request may pay too much for it: on ten other
-loads no figure may be much worse than under the reference, which you are not shown.
+**Mend.** Change `schedule`, or another method. No request may pay too much for it: on other loads
+no figure may be much worse than under the reference, which you are not shown.
 """
 
 from scheduler import Batch, SarathiServe

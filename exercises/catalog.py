@@ -1,31 +1,26 @@
-"""The exercises: what is compared, the rules that name a mistake, hints, and the question.
+"""The exercises: what is compared, the rules that name a mistake, hints, and the answer.
 
 Read first: problems.py. Read next: report.py, __main__.py."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from bookkeeping import Bookkeeping
-from exercises import mending, page_rules, questions, rules
+from exercises import mending, questions, rules
 from exercises.given import (
     TBT_SLO_S,
     CutsPrompts,
     batch_seconds,
     seconds_without_attention,
 )
-from exercises.loads import Load, mixed_loads, prompt_loads, slo_loads, small_loads
+from exercises.loads import Load, mixed_loads, slo_loads, small_loads
 from exercises.lockstep import Seconds
 from exercises.mending import Complaint
-from exercises.problems import Finder, LastCheck, adds_below_zero, differs_from
-from exercises.questions import Question
+from exercises.problems import Finder, LastCheck, adds_wrongly, differs_from
 from exercises.targets import misses_the_slo, misses_the_slo_elsewhere, misses_the_targets
-from kv_cache import Pages
-from policies.priority import Priority
-from policies.remedies import EqualProgress, ShortestUncached, ThresholdUnderContention
-from scheduler import VLLM, Batch, Orca, RequestLevel, Sarathi, SarathiServe
+from scheduler import VLLM, Orca, RequestLevel, Sarathi, SarathiServe
 
 FOLDER = Path(__file__).parent
 
@@ -41,19 +36,15 @@ class Exercise:
     finder: Finder
     loads: Callable[[], Iterator[Load]]
     hints: tuple[str, str]
-    question: Question
+    load: Load  # of the question in the docstring, and of the page
     beside: str  # the policy that the page shows beside a solution
     read_next: str
-    seconds: Seconds = batch_seconds  # how long a batch takes, for the question and the page
+    answer: str = ""  # to the question
+    load_beside: Load | None = None  # of the other policy on the page, if it is another one
+    seconds: Seconds = batch_seconds  # how long a batch takes, for the figures and the page
     slo_s: float = TBT_SLO_S  # a longer gap between tokens is a stall on the page
     last_check: LastCheck | None = None  # after the loads
-    hidden: tuple[tuple[type, str], ...] = ()  # see `references`; by default the method
     complaint: Complaint | None = None  # of a policy that is to be mended
-
-    @property
-    def references(self) -> tuple[tuple[type, str], ...]:
-        """What answers it in this repository: (class, method), of the subclasses, too."""
-        return self.hidden or ((Bookkeeping, self.method),)
 
     @cached_property
     def file(self) -> Path:
@@ -67,32 +58,33 @@ def mend(complaint: Complaint, **fields: Any) -> Exercise:
     return Exercise(
         finder=complaint.find,
         loads=complaint.loads,
-        question=Question(complaint.load, complaint.what_is_left),
+        load=complaint.load,
         slo_s=complaint.allowed if complaint.figure == "longest_gap" else TBT_SLO_S,
         complaint=complaint,
         **fields,
     )
 
 
-# The exercises.
-
+WHOLE_PROMPTS = (
+    rules.decode_waits,
+    rules.prompt_is_cut,
+    rules.waits_without_need,
+    rules.admitted_for_nothing,
+)
 BUDGETED = (
     rules.decode_waits,
     rules.over_budget,
     rules.new_before_begun,
-    rules.admits_without_budget,
+    rules.admitted_for_nothing,
+    rules.budget_left,
 )
 MEMORY = (
-    page_rules.token_without_page,
-    page_rules.older_one_pays,
-    page_rules.preempts_without_need,
-    page_rules.nobody_pays,
+    rules.older_one_pays,
+    rules.preempts_without_need,
     rules.decode_waits,
-    page_rules.too_many_pages,
+    rules.wrong_number_of_pages,
+    rules.waits_without_need,
 )
-
-SHARING = ((Bookkeeping, "plan_admission"), (Pages, "find"))
-LETTING_SHORT_ONES_PASS = (EqualProgress, Priority, ShortestUncached, ThresholdUnderContention)
 
 EXERCISES = (
     Exercise(
@@ -102,13 +94,7 @@ EXERCISES = (
         method="schedule",
         finder=differs_from(
             RequestLevel,
-            (
-                rules.joins_a_running_batch,
-                rules.running_left_out,
-                rules.prompt_is_cut,
-                rules.waits_without_need,
-                rules.admitted_and_left_out,
-            ),
+            (rules.joins_a_running_batch, *WHOLE_PROMPTS),
         ),
         loads=partial(small_loads, 1),
         hints=(
@@ -117,7 +103,11 @@ EXERCISES = (
             "If self.running is empty, call self.admit() until it returns None. Then add every "
             "request of self.running to a Batch(), and return it.",
         ),
-        question=questions.LATE_ONE,
+        load=questions.LATE_ONE,
+        answer=(
+            "in iteration 31. Request 0 ended in iteration 2, request 1 in 30; request 2 "
+            "arrived in iteration 2."
+        ),
         beside="orca",
         read_next="scheduler.py: RequestLevel",
     ),
@@ -128,12 +118,7 @@ EXERCISES = (
         method="schedule",
         finder=differs_from(
             Orca,
-            (
-                rules.running_left_out,
-                rules.prompt_is_cut,
-                rules.waits_without_need,
-                rules.admitted_and_left_out,
-            ),
+            WHOLE_PROMPTS,
         ),
         loads=partial(small_loads, 2),
         hints=(
@@ -141,7 +126,11 @@ EXERCISES = (
             "In every iteration call self.admit() until it returns None. Then add every request "
             "of self.running, old and new, to a Batch().",
         ),
-        question=questions.LATE_ONE,
+        load=questions.LATE_ONE,
+        answer=(
+            "in iteration 3. Request 0 ended in iteration 2, request 1 in 30; request 2 "
+            "arrived in iteration 2."
+        ),
         beside="request-level",
         read_next="scheduler.py: Orca",
     ),
@@ -152,26 +141,17 @@ EXERCISES = (
         method="schedule",
         finder=differs_from(
             VLLM,
-            (
-                rules.hybrid_batch,
-                rules.too_many_prompt_tokens,
-                rules.prompt_is_cut,
-                page_rules.takes_pages_in_vain,
-                rules.decodes_come_first,
-                rules.overtakes,
-                rules.room_for_another_prompt,
-                rules.admitted_and_left_out,
-                *MEMORY,
-            ),
+            (rules.hybrid_batch, rules.overtakes, *WHOLE_PROMPTS, *MEMORY),
         ),
-        loads=prompt_loads,
+        loads=partial(small_loads, 3),
         hints=(
             "Fill the batch with prompts first. Before you admit the first of the queue, ask "
             "whether all of its tokens fit into batch.left. After that, is the batch empty?",
             "While somebody waits, and the first one has at most batch.left tokens, and admit() "
             "returns it: add it. If the batch is still empty, add self.grow_decodes().",
         ),
-        question=questions.THREE_PROMPTS,
+        load=questions.THREE_PROMPTS,
+        answer="3 iterations. More prompts would stall it for longer; there is no limit.",
         beside="orca",
         read_next="scheduler.py: VLLM",
     ),
@@ -183,14 +163,10 @@ EXERCISES = (
         finder=differs_from(
             CutsPrompts,
             (
-                rules.starts_elsewhere,
-                rules.beyond_the_end,
-                rules.empty_chunk,
                 rules.over_budget,
-                rules.unused_budget,
-                rules.prefill_left_out,
+                rules.budget_left,
                 rules.waits_without_need,
-                rules.admits_without_budget,
+                rules.admitted_for_nothing,
             ),
         ),
         loads=partial(small_loads, 4),
@@ -200,9 +176,9 @@ EXERCISES = (
             "length = the smaller of the two, and at least 0. If it is above 0: append "
             "Chunk(request, start, length) and take it off self.left. Return it in any case.",
         ),
-        question=questions.TWO_PROMPTS,
-        last_check=adds_below_zero,
-        hidden=((Batch, "add"),),
+        load=questions.TWO_PROMPTS,
+        answer="3 iterations, with chunks of 16, then 4 + 12, then 8 tokens.",
+        last_check=adds_wrongly,
         beside="orca",
         read_next="request.py: Batch.add",
     ),
@@ -213,16 +189,7 @@ EXERCISES = (
         method="schedule",
         finder=differs_from(
             Sarathi,
-            (
-                rules.decode_waits,
-                rules.over_budget,
-                rules.several_prefills,
-                rules.new_before_begun,
-                rules.admits_beside_begun,
-                rules.unused_budget,
-                rules.admits_without_budget,
-                rules.prefill_left_out,
-            ),
+            (rules.several_prefills, *BUDGETED),
         ),
         loads=partial(small_loads, 5),
         hints=(
@@ -231,7 +198,8 @@ EXERCISES = (
             "Add self.grow_decodes() to Batch(self.chunk). If batch.left is above 0, take the "
             "first of self.prefilling(), or what self.admit() returns if there is none. Add it.",
         ),
-        question=questions.SIX_DECODES,
+        load=questions.SIX_DECODES,
+        answer="4 iterations, of 10, 10, 10, 10 tokens of the prompt.",
         beside="orca",
         read_next="scheduler.py: Sarathi",
     ),
@@ -242,7 +210,7 @@ EXERCISES = (
         method="schedule",
         finder=differs_from(
             SarathiServe,
-            (*BUDGETED, rules.unused_budget, rules.prefill_left_out, *MEMORY),
+            (*BUDGETED, *MEMORY),
         ),
         loads=partial(small_loads, 6),
         hints=(
@@ -251,7 +219,8 @@ EXERCISES = (
             "Take self.grow_decodes() and self.prefilling(). Add the decodes to Batch(self.chunk), "
             "then each of the prefills. While batch.left is above 0, add what admit() returns.",
         ),
-        question=questions.THREE_SHORT,
+        load=questions.THREE_SHORT,
+        answer="2 iterations: short prompts share a batch, and the last one is cut.",
         beside="vllm",
         read_next="scheduler.py: SarathiServe",
     ),
@@ -262,19 +231,22 @@ EXERCISES = (
         method="grow_decodes",
         finder=differs_from(
             SarathiServe,
-            (page_rules.older_one_pays, page_rules.decode_without_page, *MEMORY),
+            MEMORY,
         ),
         loads=partial(small_loads, 7),
         hints=(
             "A request needs a page if num_computed == len(request.pages) * page_size. Give each "
-            "such request one in order of arrival. While allocate(1) returns None, preempt the "
-            "last of self.running and try again.",
+            "such request one in order of arrival: request.pages += the list. While allocate(1) "
+            "returns None, preempt the last of self.running and try again.",
             "The one you preempt may be the request itself: stop as soon as request.pages is "
             "empty. Collect the decoding requests before, since self.running changes, and return "
             "only those that still have pages.",
         ),
-        hidden=((Bookkeeping, "grow_decodes"), (Bookkeeping, "grow")),
-        question=questions.TWO_GROW,
+        load=questions.TWO_GROW,
+        answer=(
+            "1 preemption. Request 0 ends in iteration 16, request 1 in 27, after 12 tokens "
+            "were computed again."
+        ),
         beside="orca",
         read_next="scheduler.py: Scheduler.grow_decodes; bookkeeping.py: grow",
     ),
@@ -285,13 +257,7 @@ EXERCISES = (
         method="plan_admission",
         finder=differs_from(
             SarathiServe,
-            (
-                page_rules.last_token_is_cached,
-                page_rules.counts_as_decode,
-                page_rules.shares_too_little,
-                page_rules.wrong_number_of_new_pages,
-                *MEMORY,
-            ),
+            (*rules.SHARING, *MEMORY),
         ),
         loads=partial(small_loads, 8, prefix_caching=True),
         hints=(
@@ -301,8 +267,9 @@ EXERCISES = (
             "left_to_compute is 2 if the request has output already, and else 1. New pages: "
             "those that hold all of its tokens, less the cached ones.",
         ),
-        hidden=SHARING,
-        question=questions.SAME_AGAIN,
+        load=questions.SAME_AGAIN,
+        load_beside=replace(questions.SAME_AGAIN, prefix_caching=False),
+        answer="4: the last token must be computed, and so must the other ones of its page.",
         beside="sarathi-serve",
         read_next="policies/pages.py: CachedPages.find",
     ),
@@ -321,7 +288,11 @@ EXERCISES = (
             "last one for which self.predict(shape.with_chunk(start, length)) is at most "
             "self.tbt_slo. The budget is that and one token for each decode.",
         ),
-        question=questions.BESIDE_FOUR,
+        load=questions.BESIDE_FOUR,
+        answer=(
+            "the chunks have 29, 23, 20, 18, 16, 15, 14, 13, 12, 12, 11, 11, 6 tokens; the "
+            "last one is a rest."
+        ),
         beside="sarathi-serve",
         read_next="policies/dynamic.py, which learns how to predict",
     ),
@@ -332,7 +303,6 @@ EXERCISES = (
         method="schedule",
         finder=misses_the_targets,
         loads=mixed_loads,
-        hidden=tuple((cls, "schedule") for cls in LETTING_SHORT_ONES_PASS),
         seconds=seconds_without_attention,
         slo_s=0.080,
         hints=(
@@ -341,7 +311,10 @@ EXERCISES = (
             "Admit all that fit. Then give the budget that the decodes leave to the prefills in "
             "the order of what they still have to compute, the least first.",
         ),
-        question=questions.ONE_LONG_PROMPT,
+        load=questions.ONE_LONG_PROMPT,
+        answer=(
+            "under exercise 6 its TTFT is 2.37 s; it is the longest, and yours is in the table."
+        ),
         beside="sarathi-serve",
         read_next="policies/priority.py, where urgent requests pass others",
     ),
@@ -380,7 +353,6 @@ EXERCISES = (
         title="mend it: nothing left to compute",
         class_name="NothingLeft",
         method="plan_admission",
-        hidden=SHARING,
         hints=(
             "A token comes from the logits of the token before it. Which page holds logits?",
             "Look up only the hashes of the pages that hold len(request.tokens) - 1 tokens; if "

@@ -3,7 +3,7 @@
 Plain Python. Read next: 04_cut_a_prompt.py, 09_budget_for_an_slo.py."""
 
 from policies.iteration_time import BatchShape
-from scheduler import Batch, Request, SarathiServe, Scheduler
+from scheduler import Batch, SarathiServe, Scheduler
 
 # The machine of the exercises, in seconds: of an iteration, and of each token or pair in it.
 BASE_S = 0.010
@@ -27,9 +27,7 @@ def batch_seconds(batch: Batch) -> float:
 
 def seconds_without_attention(batch: Batch) -> float:
     """The seconds that a batch takes where contexts are short: its tokens count, no pairs."""
-    decodes = sum(chunk.request.is_decoding for chunk in batch)
-    prefill_tokens = sum(chunk.length for chunk in batch) - decodes
-    return BASE_S + PREFILL_TOKEN_S * prefill_tokens + DECODE_S * decodes
+    return predict(BatchShape.of(batch)._replace(context_tokens=0, prefill_pairs=0))
 
 
 class CutsPrompts(Scheduler):
@@ -44,20 +42,8 @@ class CutsPrompts(Scheduler):
         while self.admit():
             pass
         for request in self.prefilling():
-            self.add_chunk(batch, request)
+            batch.add(request)
         return batch
-
-    def add_chunk(self, batch: Batch, request: Request) -> None:
-        """Call batch.add(). Raises ValueError if it returns another length than it adds."""
-        returned = batch.add(request)
-        added = sum(chunk.length for chunk in batch if chunk.request is request)
-        if returned != added:
-            problem = f"add() returned {returned!r}, and the batch got {added} tokens"
-            if returned is None:
-                problem += ": did you forget return?"
-            if returned and added == request.num_computed + returned:
-                problem += ": a Chunk is (request, start, length), not end"
-            raise ValueError(problem)
 
 
 class Predicts(SarathiServe):

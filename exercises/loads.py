@@ -16,7 +16,7 @@ MAX_PROMPT = 40
 MAX_CHUNK = 32
 MAX_PAGES = 40
 PAGE_SIZES = (1, 2, 4, 8)
-NUM_LOADS = 120  # of one check
+NUM_LOADS = 240  # of one check
 COMMON = 1  # the token of the beginning that prompts share; others begin at 2
 
 
@@ -61,10 +61,6 @@ class Load:
             clock=clock,
         )
 
-    def make_requests(self) -> list[Request]:
-        """The requests, whose ids count from 0."""
-        return [make_request(i, request) for i, request in enumerate(self.requests)]
-
 
 def make_request(request_id: int, request: LoadRequest) -> Request:
     """The Request with this id."""
@@ -91,7 +87,7 @@ def random_load(random: Random, size: float, prefix_caching: bool = False) -> Lo
 
     No two requests arrive at the same time. Half of the loads have little memory."""
     longest = round(3 + (MAX_PROMPT - 3) * size)
-    arrival = 0
+    arrival = 0.0
     requests = []
     for _ in range(random.randint(2, 2 + round(6 * size))):
         prompt_len = random.randint(1, longest)
@@ -106,7 +102,7 @@ def random_load(random: Random, size: float, prefix_caching: bool = False) -> Lo
                 shared=shared if prefix_caching else 0,
             )
         )
-        arrival += random.choice([1, 1, 2, random.randint(1, 8)])
+        arrival += random.choice([0.25, 1, 2, random.randint(1, 8)])
     load = Load(
         requests=tuple(requests),
         chunk=random.randint(1, round(4 + (MAX_CHUNK - 4) * size)),
@@ -129,14 +125,10 @@ def shrink(load: Load, fails: Callable[[Load], bool]) -> Load:
     ample = replace(load, pages=MAX_PAGES)
     if fails(ample):
         load = ample
-    shrunk = True
-    while shrunk:
-        shrunk = False
-        for smaller in smaller_loads(load):
-            if fails(smaller):
-                load = smaller
-                shrunk = True
-                break
+    smaller: Load | None = load
+    while smaller:
+        load = smaller
+        smaller = next((each for each in smaller_loads(load) if fails(each)), None)
     return load
 
 
@@ -188,14 +180,6 @@ def small_loads(number: int, prefix_caching: bool = False) -> Iterator[Load]:
         yield random_load(Random(f"{number} {i}"), i / NUM_LOADS, prefix_caching)
 
 
-def prompt_loads() -> Iterator[Load]:
-    """Loads for exercise 3: the small ones, and two prompts that wait together and just fit."""
-    yield from small_loads(3)
-    longest = LoadRequest(arrival=0, prompt_len=4, output_len=8)
-    halves = [LoadRequest(arrival=0.2 * i, prompt_len=6, output_len=2) for i in (1, 2)]
-    yield ample(longest, *halves, chunk=4)
-
-
 def slo_loads() -> Iterator[Load]:
     """Loads for exercise 9: long prompts, and ample memory."""
     for i in range(15):
@@ -228,5 +212,5 @@ def mixed_loads() -> Iterator[Load]:
             for i in range(30)
         ]
         requests.append(LoadRequest(arrival=0.3 + 0.1 * seed, prompt_len=2000, output_len=4))
-        requests.sort(key=lambda request: request.arrival)
+        requests.sort(key=lambda request: (request.arrival, -request.prompt_len))
         yield ample(*requests, chunk=64)

@@ -2,10 +2,7 @@
 
 Read first: catalog.py. Read next: __main__.py."""
 
-import inspect
-from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from cli.tables import align
 from exercises.catalog import Exercise
@@ -22,78 +19,32 @@ from exercises.lockstep import (
 )
 from exercises.mending import Figures, figures_table
 from exercises.problems import Problem
-from exercises.rules import amount, tokens
+from exercises.rules import amount
 from page.html import page
 from page.records import Recorder
 from policies import find_policy
-from policies.custom import MODULE_PREFIX, PolicyError
 from scheduler import Scheduler
 
-MAX_HISTORY = 6  # iterations before the one that differs
 
-
-def describe_problem(
-    exercise: Exercise, policy: type[Scheduler] | None, problem: Problem, command: str
-) -> str:
-    """The problem as text: one line, or a load, an iteration, a table and the rule.
-
-    `command` is the one that was run, without --html."""
-    moment = problem.moment
-    if moment is None and not problem.details:
-        line = f"{place_of(exercise, policy, problem)}: {problem.sentence}"
-        is_written = problem.sentence != "not written yet"
-        hint = f". For a hint: `python -m exercises {exercise.number} --hint`"
-        return line + hint if is_written and " line " in line else line
-    see = f"To see it: `{command} --html difference.html`"
+def describe_problem(exercise: Exercise, policy: type[Scheduler], problem: Problem) -> str:
+    """The problem as text: a load, an iteration, a table and the rule."""
+    command = f"python -m exercises {exercise.number}"
     parts = [f"Exercise {exercise.number}, {exercise.title}: not yet."]
-    parts.append(describe_details(policy, problem))
-    if moment is not None:
-        see += f", iteration {moment.iteration}"
-    parts.append(problem.sentence)
+    parts += [describe_details(policy, problem), problem.sentence]
     if exercise.complaint:
         parts.append(f"Where does it first go wrong? `{command} --iteration N`.")
-    hint = f"For a hint: `python -m exercises {exercise.number} --hint`."
-    has_page = moment is None or moment.history or moment.yours.chunks
-    parts.append(f"{see}.\n{hint}" if has_page else hint)
-    return "\n\n".join(parts)
+    see = f"To see it: `{command} --html difference.html`"
+    parts.append(f"{see}. For a hint: `{command} --hint`.")
+    return "\n\n".join(filter(None, parts))
 
 
-def describe_details(policy: type[Scheduler] | None, problem: Problem) -> str:
+def describe_details(policy: type[Scheduler], problem: Problem) -> str:
     """The tables of a problem: the load, the iteration, and what was done in it."""
     moment = problem.moment
     if moment is None:
         return problem.details
-    parts = [describe_load(moment.load, policy is None or policy.cuts_prompts)]
-    if moment.history:
-        parts.append(describe_history(moment.history))
-    parts.append(f"Iteration {moment.iteration}:")
-    parts.append(describe_decisions(moment))
-    return "\n\n".join(parts)
-
-
-def place_of(exercise: Exercise, policy: type[Scheduler] | None, problem: Problem) -> str:
-    """File and line of a problem: where the error came from, or else where the method begins."""
-    place = problem.place
-    if (place is None or " line " not in place) and policy is not None:
-        place = _definition_of(exercise, policy) or policy.__module__.removeprefix(MODULE_PREFIX)
-    return shorten_path(place or str(exercise.file))
-
-
-def shorten_path(path: str) -> str:
-    """A path, with a line perhaps, from the current folder if it lies there."""
-    return path.removeprefix(f"{Path.cwd()}/")
-
-
-def _definition_of(exercise: Exercise, policy: type[Scheduler]) -> str | None:
-    """File and line of the method of an exercise; None if the policy does not define it."""
-    owner: object = policy
-    *_, name = exercise.method.split(".")
-    if "." in exercise.method:
-        owner = vars(policy).get("batch_class")
-    method = getattr(owner, name, None)
-    if not inspect.isfunction(method) or not method.__module__.startswith(MODULE_PREFIX):
-        return None
-    return f"{method.__code__.co_filename} line {method.__code__.co_firstlineno}"
+    load = describe_load(moment.load, policy.cuts_prompts)
+    return f"{load}\n\nIteration {moment.iteration}:\n\n{describe_decisions(moment)}"
 
 
 def describe_load(load: Load, cuts_prompts: bool) -> str:
@@ -121,20 +72,6 @@ def describe_load(load: Load, cuts_prompts: bool) -> str:
     return f"{head}\n\n{align([columns, *rows])}"
 
 
-def describe_history(history: Sequence[Decision]) -> str:
-    """A line for each of the last decisions before the one that differs."""
-    lines = []
-    skipped = max(0, len(history) - MAX_HISTORY)
-    for number, decision in enumerate(history[skipped:], start=skipped + 1):
-        chunks = [f"{i}: {describe_chunk(decision, i)}" for i in decision.chunks]
-        lost = [f"{i}: preempted" for i in sorted(decision.preempted - decision.chunks.keys())]
-        lines.append(f"  {number}.  {'; '.join(chunks + lost)}")
-    head = "So far all is well:"
-    if skipped:
-        head = f"So far all is well, after {amount(skipped, 'other')}:"
-    return "\n".join([head, *lines])
-
-
 def describe_decisions(moment: Moment) -> str:
     """A table of what is done with each request, by you and by the reference, if there is one."""
     columns = ["request", "before", "yours"]
@@ -153,18 +90,15 @@ def describe_decisions(moment: Moment) -> str:
 
 
 def describe_state(state: State) -> str:
-    """A request before an iteration: "prompt of 9, 4 computed", "decodes, 12 computed"."""
+    """A request before an iteration: "prefill, 4 of 9 computed", "decode, 12 of 13 computed"."""
     if not state.is_running:
-        output = state.num_tokens - state.prompt_len
-        kept = f" and {output} of output" if output else ""
-        return f"waits, prompt of {state.prompt_len}{kept}"
-    if state.is_decoding:
-        return f"decodes, {state.num_computed} computed"
-    return f"prompt of {state.num_tokens}, {state.num_computed} computed"
+        return f"waits, {amount(state.num_tokens, 'token')}"
+    phase = "decode" if state.is_decoding else "prefill"
+    return f"{phase}, {state.num_computed} of {state.num_tokens} computed"
 
 
 def describe_chunk(decision: Decision, i: int) -> str:
-    """What a decision does with request i: "tokens 0 to 3", "decode", "waits"."""
+    """What a decision does with request i: "4 tokens from 0", "decode", "waits"."""
     chunk = decision.chunks.get(i)
     parts = []
     if i in decision.preempted:
@@ -176,54 +110,53 @@ def describe_chunk(decision: Decision, i: int) -> str:
     elif chunk.is_decode:
         parts.append("decode")
     else:
-        parts.append(tokens(chunk))
+        parts.append(f"{amount(chunk.length, 'token')} from {chunk.start}")
     return ", ".join(parts)
 
 
 # The page.
 
 
-def draw_page(exercise: Exercise, policy: type[Scheduler], problem: Problem | None) -> str | None:
+def draw_page(exercise: Exercise, policy: type[Scheduler], problem: Problem | None) -> str:
     """The page of two schedules: yours and the reference's, on the load where they differ.
 
-    Without such a load it is yours and another policy's, on the load of the question. Returns
-    None if yours makes no batch."""
-    moment = problem.moment if problem else None
-    reference = problem.reference if problem else None
-    load = moment.load if moment else exercise.question.load
-    load_beside = moment.load if moment else exercise.question.load_beside or load
-    name = "reference" if reference else exercise.beside
-    other = reference or find_policy(name)
-    seconds = one_second if reference else exercise.seconds
-    runs = {"yours": record(policy, load, seconds), name: record(other, load_beside, seconds)}
-    if not runs["yours"].records:
-        return None
+    Without such a load it is yours and another policy's, on the load of the question."""
     title = f"Exercise {exercise.number}: {exercise.title}"
-    return page(
-        title,
-        problem.sentence if problem and moment else f"your schedule beside {name}, simulated",
-        runs,
-        slo_s=1.5 if reference else exercise.slo_s,
-        iteration=moment.iteration if moment else None,
-    )
+    moment = problem.moment if problem else None
+    if problem and moment and problem.reference:
+        runs = {
+            "yours": record(policy, moment.load, one_second),
+            "reference": record(problem.reference, moment.load, one_second),
+        }
+        return page(title, problem.sentence, runs, slo_s=1.5, iteration=moment.iteration)
+    other = find_policy(exercise.beside)
+    load_beside = exercise.load_beside or exercise.load
+    runs = {
+        "yours": record(policy, exercise.load, exercise.seconds),
+        exercise.beside: record(other, load_beside, exercise.seconds),
+    }
+    subtitle = f"your schedule beside {exercise.beside}, simulated"
+    return page(title, subtitle, runs, slo_s=exercise.slo_s)
 
 
 def record(policy: type[Scheduler], load: Load, seconds: Seconds) -> Recorder:
     """The records of a run, as far as the policy goes."""
     recorder = Recorder()
-    with suppress(PolicyError):
-        trial = Trial(policy, load, seconds, recorder)
-        for moment in trial.play():
-            if not moment.yours.chunks:
-                break
+    with suppress(Exception):  # of the policy
+        Trial(policy, load, seconds, recorder).run()
     return recorder
 
 
 def answer_question(exercise: Exercise, policy: type[Scheduler]) -> str:
     """The answer to the question of the docstring, and what a solution gains and costs there."""
-    question = exercise.question
-    trial = serve(policy, question.load, exercise.seconds)
-    load_beside = question.load_beside or question.load
-    other = serve(find_policy(exercise.beside), load_beside, exercise.seconds)
-    table = figures_table({"yours": Figures.of(trial), exercise.beside: Figures.of(other)})
-    return f"{question.answer(trial)}\n\nWhat it gains and what it costs there:\n\n{table}"
+    yours = Figures.of(serve(policy, exercise.load, exercise.seconds))
+    if exercise.complaint:
+        table = figures_table({"before": exercise.complaint.before, "yours": yours})
+        return f"The figures of the complaint, before and with yours:\n\n{table}"
+    other = find_policy(exercise.beside)
+    trial = serve(other, exercise.load_beside or exercise.load, exercise.seconds)
+    table = figures_table({"yours": yours, exercise.beside: Figures.of(trial)})
+    return (
+        f"The answer to the question: {exercise.answer}\n\n"
+        f"What it gains and what it costs there:\n\n{table}"
+    )

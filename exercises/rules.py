@@ -2,7 +2,8 @@
 
     rule, sentence = first_broken(difference, (decode_waits, over_budget))
 
-A sentence names the requests and the mistake. Read first: lockstep.py. Read next: page_rules.py."""
+A sentence says what no column of the two decisions shows: why. Read first: lockstep.py. Read next:
+problems.py."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,21 +15,21 @@ Rule = Callable[[Difference], str | None]
 
 def first_broken(difference: Difference, rules: Sequence[Rule]) -> tuple[str, str]:
     """The name of the first rule that is broken, and its sentence."""
-    for rule in (never_admitted, *rules, overtakes):
+    for rule in (has_two_chunks, token_without_page, rule_of_every_policy, *rules, overtakes):
         sentence = rule(difference)
         if sentence:
             return rule.__name__, sentence
-    if difference.broken_rule:
-        return "referee", difference.broken_rule
-    return "other", "No rule of this exercise explains it: compare the two columns."
+    return "other", "Compare the two columns."
+
+
+def rule_of_every_policy(difference: Difference) -> str | None:
+    """The rules of every policy, see Trial.broken_rule."""
+    return difference.broken_rule
 
 
 def names(requests: Sequence[int]) -> str:
-    """ "request 1", or "requests 1 and 2"."""
-    numbers = [str(i) for i in requests]
-    if len(numbers) == 1:
-        return f"request {numbers[0]}"
-    return f"requests {', '.join(numbers[:-1])} and {numbers[-1]}"
+    """ "request 1", or "request 1 and 2"."""
+    return f"request {' and '.join(str(i) for i in requests)}"
 
 
 def amount(number: int, noun: str) -> str:
@@ -36,39 +37,21 @@ def amount(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def tokens(chunk: ChunkRecord) -> str:
-    """ "tokens 0 to 3", "token 4", "a chunk of 0 tokens"."""
-    if chunk.length < 1:
-        return f"a chunk of {chunk.length} tokens"
-    last = chunk.start + chunk.length - 1
-    return f"token {last}" if chunk.length == 1 else f"tokens {chunk.start} to {last}"
-
-
 def prompt_chunks(difference: Difference) -> list[ChunkRecord]:
     """Your chunks that are no decodes."""
     return [chunk for chunk in difference.yours.chunks.values() if not chunk.is_decode]
 
 
-def num_decodes(difference: Difference) -> int:
-    """How many decodes are in your batch."""
-    return len(difference.yours.chunks) - len(prompt_chunks(difference))
-
-
-def to_compute(difference: Difference, i: int) -> int:
-    """How many tokens of a request were to be computed before this iteration."""
-    state = difference.states[i]
-    return state.num_tokens - state.num_computed
-
-
 # Who is in the batch.
 
 
-def never_admitted(difference: Difference) -> str | None:
-    """Only an admitted request has memory."""
-    yours = difference.yours
-    for i in yours.chunks:
-        if i not in yours.capacity and i not in yours.preempted:
-            return f"Request {i} was not admitted: only self.admit() gives it memory."
+def has_two_chunks(difference: Difference) -> str | None:
+    """A request has one chunk at most."""
+    for i in difference.yours.twice:
+        text = f"Request {i} has two chunks in one batch"
+        if i in difference.yours.admitted:
+            text += ": one that was admitted is in self.running (and in prefilling()) already"
+        return f"{text}."
     return None
 
 
@@ -82,100 +65,39 @@ def joins_a_running_batch(difference: Difference) -> str | None:
     )
 
 
-def running_left_out(difference: Difference) -> str | None:
-    """Each running request is in each batch."""
-    left_out = [i for i in difference.running if i not in difference.yours.chunks]
-    left_out = [i for i in left_out if i in difference.reference.chunks]
-    if not left_out:
-        return None
-    return f"Each running request is in each batch: yours lacks {names(left_out)}."
-
-
 def decode_waits(difference: Difference) -> str | None:
     """A running decode never waits."""
-    late = [i for i in difference.decodes if i not in difference.yours.chunks]
-    late = [i for i in late if i in difference.reference.chunks]
-    if not late:
-        return None
-    return f"A running decode never waits: your batch lacks that of {names(late)}."
+    for i in difference.decodes:
+        if i in difference.reference.chunks and i not in difference.yours.chunks:
+            return f"A running decode never waits: your batch lacks that of request {i}."
+    return None
 
 
 def waits_without_need(difference: Difference) -> str | None:
     """A request that fits is admitted at once."""
     if not difference.late:
         return None
-    return (
-        f"A request that fits is admitted at once: {names(difference.late[:1])} waits, "
-        "and there is room. Call admit() until it returns None."
-    )
+    return f"Who fits is admitted at once: {names(difference.late[:1])} waits, and there is room."
 
 
-def admitted_and_left_out(difference: Difference) -> str | None:
+def admitted_for_nothing(difference: Difference) -> str | None:
     """Whoever is admitted is computed in the same iteration."""
-    idle = sorted(difference.yours.admitted - difference.yours.chunks.keys())
+    idle = [i for i in difference.new if i not in difference.yours.chunks]
     if not idle:
         return None
     return (
-        f"Whoever is admitted is computed in the same iteration: {names(idle)} "
-        "gets pages, and no token of the prompt is in the batch."
+        f"Whoever is admitted is computed in the same iteration: {names(idle[:1])} would hold "
+        "pages, and nothing of it is computed."
     )
-
-
-def prompt_is_cut(difference: Difference) -> str | None:
-    """Prompts are computed whole."""
-    for chunk in prompt_chunks(difference):
-        tokens_left = difference.states[chunk.request_id].num_tokens - chunk.start - chunk.length
-        if tokens_left > 0:
-            return (
-                "This policy computes prompts whole: you cut that of request "
-                f"{chunk.request_id} after {amount(chunk.length, 'token')},"
-                f" {tokens_left} before its end."
-            )
-    return None
-
-
-# Prompts first and alone.
-
-
-def hybrid_batch(difference: Difference) -> str | None:
-    """A batch has no prefill or no decode."""
-    prompts = [chunk.request_id for chunk in prompt_chunks(difference)]
-    decodes = [i for i in difference.yours.chunks if i not in prompts]
-    if not (prompts and decodes):
-        return None
-    return (
-        f"A batch has no prefill or no decode: yours has the prompt of {names(prompts[:1])} "
-        f"and the decode of {names(decodes[:1])}."
-    )
-
-
-def decodes_come_first(difference: Difference) -> str | None:
-    """Prompts come first."""
-    if not difference.late or prompt_chunks(difference):
-        return None
-    return (
-        f"Prompts come first: {names(difference.late[:1])} can be admitted, and your batch "
-        "decodes. Decode only if no prompt fits."
-    )
-
-
-def too_many_prompt_tokens(difference: Difference) -> str | None:
-    """The prompts of a batch have at most max_len tokens together."""
-    total = sum(chunk.length for chunk in prompt_chunks(difference))
-    max_len = difference.load.max_len
-    if total <= max_len:
-        return None
-    return f"The prompts of a batch have at most max_len = {max_len} tokens: yours have {total}."
 
 
 def overtakes(difference: Difference) -> str | None:
     """The queue is in order of arrival, and its first request blocks the others."""
-    yours = difference.yours
-    queue = [i for i, state in difference.states.items() if not state.is_running]
+    states = difference.states
+    waiting = states.keys() - set(difference.running) - difference.yours.admitted
     for i in difference.new:
-        arrival = difference.states[i].arrival
-        for other in queue:
-            if other not in yours.admitted and difference.states[other].arrival < arrival:
+        for other in sorted(waiting):
+            if states[other].arrival < states[i].arrival:
                 return (
                     f"Nobody passes the first of the queue: request {i} overtakes request "
                     f"{other}, which arrived before it and waits."
@@ -183,102 +105,55 @@ def overtakes(difference: Difference) -> str | None:
     return None
 
 
-def room_for_another_prompt(difference: Difference) -> str | None:
-    """As many prompts as fit share a batch."""
-    if not difference.late:
+# Whole prompts.
+
+
+def prompt_is_cut(difference: Difference) -> str | None:
+    """Prompts are computed whole."""
+    for chunk in prompt_chunks(difference):
+        state = difference.states[chunk.request_id]
+        if chunk.start + chunk.length < state.num_tokens:
+            return f"Prompts are computed whole: you cut that of request {chunk.request_id}."
+    return None
+
+
+def hybrid_batch(difference: Difference) -> str | None:
+    """A batch has no prefill or no decode."""
+    prefills = len(prompt_chunks(difference))
+    if prefills in (0, len(difference.yours.chunks)):
         return None
-    return (
-        f"As many prompts as fit share a batch, up to max_len = {difference.load.max_len} "
-        f"tokens: {names(difference.late[:1])} fits, and waits."
-    )
+    return "A batch has no prefill or no decode: yours has both."
 
 
 # Chunks and the budget.
-
-
-def starts_elsewhere(difference: Difference) -> str | None:
-    """Chunks cover the prompt once, in order."""
-    for i, chunk in difference.yours.chunks.items():
-        computed = difference.states[i].num_computed
-        if chunk.start != computed and i not in difference.yours.admitted:
-            return (
-                f"Chunks cover the prompt once, in order: request {i} has "
-                f"{amount(computed, 'token')} computed, so its next chunk starts at {computed}, "
-                f"not at {chunk.start}."
-            )
-    return None
-
-
-def beyond_the_end(difference: Difference) -> str | None:
-    """A chunk ends where the tokens end."""
-    for i, chunk in difference.yours.chunks.items():
-        num_tokens = difference.states[i].num_tokens
-        if chunk.start + chunk.length > num_tokens:
-            text = (
-                f"A chunk ends where the tokens end: request {i} has {num_tokens}, and your chunk "
-                f"reaches to {chunk.start + chunk.length}."
-            )
-            expected = difference.reference.chunks.get(i)
-            if expected and chunk.length == expected.start + expected.length != expected.length:
-                text += " A Chunk is (request, start, length), not end."
-            return text
-    return None
-
-
-def empty_chunk(difference: Difference) -> str | None:
-    """A chunk has at least one token."""
-    for i, chunk in difference.yours.chunks.items():
-        if chunk.length < 1:
-            return (
-                f"A chunk has at least one token: that of request {i} has {chunk.length}. "
-                "If nothing is left of the budget, add no chunk, and return 0."
-            )
-    return None
 
 
 def over_budget(difference: Difference) -> str | None:
     """Decodes and prefills together have at most C tokens."""
     chunk_size = difference.load.chunk
     prompt_tokens = sum(chunk.length for chunk in prompt_chunks(difference))
-    decodes = num_decodes(difference)
-    if not prompt_tokens or decodes + prompt_tokens <= chunk_size:
+    num_tokens = difference.yours.num_tokens
+    if not prompt_tokens or num_tokens <= chunk_size:
         return None
-    text = f"All tokens of a batch share one budget, C = {chunk_size}: yours has "
-    if decodes and prompt_tokens <= chunk_size:
-        return text + (
-            f"{prompt_tokens} of prompts and {decodes} of decodes. The budget is spent twice: "
-            "the decodes have to be taken off before the prompts."
-        )
-    if len(difference.yours.chunks) == 1:
-        return text + f"{prompt_tokens}. A longer prompt has to be cut."
-    return text + f"{decodes + prompt_tokens}. Each chunk has to be taken off what is left."
+    if prompt_tokens <= chunk_size:
+        cure = "It is spent twice: the decodes have to be taken off before the prompts."
+    else:
+        cure = "Each chunk has to be taken off what is left."
+    return f"All tokens of a batch share one budget, C = {chunk_size}: you use {num_tokens}. {cure}"
 
 
-def unused_budget(difference: Difference) -> str | None:
-    """A chunk is as long as the budget allows."""
-    spare = difference.load.chunk - difference.yours.num_tokens
-    for i, chunk in difference.yours.chunks.items():
-        expected = difference.reference.chunks.get(i)
-        if expected and chunk.length < expected.length and spare > 0:
-            return (
-                f"A chunk is as long as the budget and the prompt allow: request {i} gets "
-                f"{chunk.length}, could get {expected.length}, and {amount(spare, 'token')} of the "
-                "budget are not used."
-            )
-    return None
-
-
-def prefill_left_out(difference: Difference) -> str | None:
+def budget_left(difference: Difference) -> str | None:
     """What is left of the budget goes to prompts."""
     spare = difference.load.chunk - difference.yours.num_tokens
-    expected = [c.request_id for c in difference.reference.chunks.values() if not c.is_decode]
-    left_out = [i for i in expected if i not in difference.yours.chunks]
-    if not left_out or spare <= 0:
-        return None
-    return (
-        f"What is left of the budget goes to prompts: {spare} of C = {difference.load.chunk} "
-        f"are not used, and {names(left_out[:1])} gets no token."
-    )
+    for i, expected in difference.reference.chunks.items():
+        chunk = difference.yours.chunks.get(i)
+        length = chunk.length if chunk else 0
+        if length < expected.length and spare > 0:
+            return (
+                f"What is left of the budget goes to prompts: {amount(spare, 'token')} of it "
+                f"would be left, and request {i} gets {length} and could get {expected.length}."
+            )
+    return None
 
 
 def several_prefills(difference: Difference) -> str | None:
@@ -291,36 +166,123 @@ def several_prefills(difference: Difference) -> str | None:
 
 def new_before_begun(difference: Difference) -> str | None:
     """A prompt that has begun comes before a new one."""
-    new = sorted(difference.yours.admitted)
-    for i in difference.prefills:
-        chunk = difference.yours.chunks.get(i)
-        expected = difference.reference.chunks.get(i)
-        length = chunk.length if chunk else 0
-        if new and expected and length < expected.length:
+    if not (difference.new and difference.prefills):
+        return None
+    return (
+        f"A prompt that has begun comes before a new one: {names(difference.prefills)} has begun, "
+        f"and you admit {names(difference.new[:1])}."
+    )
+
+
+# Memory that ends.
+
+
+def token_without_page(difference: Difference) -> str | None:
+    """A token is computed only if there is a page for it."""
+    yours = difference.yours
+    page_size = difference.load.page_size
+    for i, chunk in yours.chunks.items():
+        capacity = yours.capacity.get(i, 0)
+        end = chunk.start + chunk.length
+        if end <= capacity:
+            continue
+        if i in yours.preempted - yours.admitted:
             return (
-                f"A prompt that has begun comes before a new one: request {i} has begun and gets "
-                f"{amount(length, 'token')}, could get {expected.length}, and you admit "
-                f"{names(new[:1])}."
+                f"No token without a page: request {i} has just been preempted, and your list "
+                "still has it. Preempt first, and then look who runs."
+            )
+        return (
+            f"No token without a page: request {i} has {amount(capacity // page_size, 'page')} "
+            f"for {amount(capacity, 'token')}, and the batch has its token {end - 1}. Only "
+            "self.admit() and grow_decodes() give a request memory."
+        )
+    return None
+
+
+def older_one_pays(difference: Difference) -> str | None:
+    """The newest running request is preempted."""
+    preempted = difference.yours.preempted
+    states = difference.states
+    for i in sorted(preempted):
+        for other in difference.running:
+            if other not in preempted and states[other].arrival > states[i].arrival:
+                return (
+                    f"The newest pays: you preempt request {i}, and request {other}, which "
+                    "arrived later, keeps its pages."
+                )
+    return None
+
+
+def preempts_without_need(difference: Difference) -> str | None:
+    """No more are preempted than needed."""
+    victims = sorted(difference.yours.preempted - difference.reference.preempted)
+    if not victims:
+        return None
+    return (
+        f"Nobody is preempted while a page is free: you preempt {names(victims)} without need. "
+        "Try to allocate before each preemption."
+    )
+
+
+def wrong_number_of_pages(difference: Difference) -> str | None:
+    """A request gets the pages that it needs."""
+    page_size = difference.load.page_size
+    for i, expected in difference.reference.capacity.items():
+        capacity = difference.yours.capacity.get(i, expected)
+        if capacity != expected:
+            return (
+                f"A request gets the pages that it needs, those that are cached among them: "
+                f"request {i} needs {expected // page_size}, and has {capacity // page_size}."
             )
     return None
 
 
-def admits_beside_begun(difference: Difference) -> str | None:
-    """Nobody is admitted while a prompt has begun."""
-    if not (difference.new and difference.prefills):
-        return None
-    return (
-        f"One prompt at a time: you admit {names(difference.new[:1])}, and the prompt of "
-        f"{names(difference.prefills[:1])} has begun and is not done."
-    )
+# Shared pages.
 
 
-def admits_without_budget(difference: Difference) -> str | None:
-    """Nobody is admitted once the budget is used up."""
-    idle = [i for i in difference.new if i not in difference.yours.chunks]
-    if not idle:
-        return None
-    return (
-        f"Nobody is admitted once the budget is used up: {names(idle[:1])} "
-        "would hold pages, and nothing of it is computed."
-    )
+def last_token_is_cached(difference: Difference) -> str | None:
+    """The last token is always computed."""
+    for i in difference.yours.admitted:
+        if i not in difference.yours.chunks and i in difference.reference.chunks:
+            return (
+                "The last token is always computed: the cached pages hold all of request "
+                f"{i}, nothing is computed, and so there are no logits for its next token."
+            )
+    return None
+
+
+def counts_as_decode(difference: Difference) -> str | None:
+    """After a preemption with some output, two tokens are computed."""
+    for i in difference.yours.admitted:
+        chunk = difference.yours.chunks.get(i)
+        if chunk and chunk.is_decode:
+            return (
+                "A request that was preempted with some output computes two tokens at least: "
+                f"request {i} computes one, which counts as a decode, and this batch has its "
+                "decodes already."
+            )
+    return None
+
+
+def shares_too_little(difference: Difference) -> str | None:
+    """All cached pages that can be reused are reused."""
+    page_size = difference.load.page_size
+    for i in difference.yours.admitted:
+        chunk = difference.yours.chunks.get(i)
+        expected = difference.reference.chunks.get(i)
+        if chunk and expected and chunk.start < expected.start:
+            return (
+                f"All pages that can be reused are reused: request {i} could begin behind "
+                f"{amount(expected.start // page_size, 'page')}, and begins behind "
+                f"{chunk.start // page_size}."
+            )
+    return None
+
+
+SHARING = (
+    last_token_is_cached,
+    counts_as_decode,
+    shares_too_little,
+    waits_without_need,
+    wrong_number_of_pages,
+)

@@ -47,6 +47,15 @@ def open_explored(browser, explored):
         )
 
 
+@pytest.fixture
+def open_first(browser, first_page):
+    """A function that opens the page without a policy of a file, as it is seen first."""
+    with ExitStack() as pages:
+        yield lambda **more: pages.enter_context(
+            opened(browser, f"file://{first_page}", skip_opening=False, **more)
+        )
+
+
 class SiteHandler(SimpleHTTPRequestHandler):
     """Serves a folder, to pages from elsewhere, too."""
 
@@ -77,7 +86,16 @@ def site_folder(tmp_path_factory, worker_id):
 def explored(tmp_path_factory):
     """The page of `bench.py explore` with few requests and a policy of a file."""
     file = tmp_path_factory.mktemp("explore") / "explore.html"
-    main(["explore", "policies/template.py:ShortestFirst", "--requests", "12", "--html", str(file)])
+    policy = "policies/template.py:ShortestFirst"
+    main(["explore", "--policies", policy, "--requests", "12", "--html", str(file)])
+    return file
+
+
+@pytest.fixture(scope="session")
+def first_page(tmp_path_factory):
+    """The page of `bench.py explore` with few requests."""
+    file = tmp_path_factory.mktemp("explore") / "explore.html"
+    main(["explore", "--requests", "12", "--html", str(file)])
     return file
 
 

@@ -9,13 +9,13 @@ from lab.commands import explore
 from lab.simulator.cost_model import CostModel
 from tests.pages import (
     choose,
+    opened,
     recorded,
     shown_runs,
     texts,
 )
 
 
-# the colours in which the canvases write, each on the one that it is written on
 @pytest.mark.parametrize("decodes, chunk", [(1, 0), (32, 0), (0, 225), (31, 225)])
 def test_the_box_of_costs_says_what_the_cost_model_says(open_explored, decodes, chunk):
     cost = CostModel.named(explore.MODEL)
@@ -77,6 +77,14 @@ def test_the_costs_of_explore_are_those_of_decodes_and_a_chunk_alone_and_togethe
     assert costs["decodes_s"] == pytest.approx(decodes_s)
     assert costs["chunk_s"] == pytest.approx(chunk_s)
     assert costs["both_s"] < 0.75 * (decodes_s + chunk_s)  # decodes ride along
+
+
+def test_the_page_of_ones_own_policy_opens_on_it(browser, explored):
+    with opened(browser, f"file://{explored}", skip_opening=False) as tab:
+        tab.wait_for_function("panes.length === 2 && !dirty")
+        names = [run.split(" | ")[0] for run in shown_runs(tab)]
+        assert names == ["ShortestFirst", "sarathi-serve"]
+        assert not tab.is_visible("#opening") and tab.is_visible("#choices")
 
 
 def test_the_address_restores_what_was_shown(open_explored):

@@ -81,7 +81,7 @@ def test_an_exercise_is_solved_in_the_page_which_remembers_it(tab, site_address)
     tab.wait_for_function(f"{position}.startsWith('iteration 1 of')")
     line = run_source(tab, IMPORTS + SOLUTIONS[6])
     assert line == f"Exercise 6, {exercise.title}: it holds."
-    assert "The answer: 2 iterations" in tab.text_content("#resultdetails")
+    assert "The answer to the question: 2 iterations" in tab.text_content("#resultdetails")
     assert tab.evaluate("$('hints').children.length") == 2
     tab.goto(site_address)
     enter(tab)

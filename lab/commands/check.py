@@ -1,4 +1,4 @@
-"""Name the first rule that a policy breaks: `bench.py check my_policy.py:Eager`.
+"""Name the first rule that a policy breaks: `bench.py check --policies my_policy.py:Eager`.
 
 Loads are simulated under a referee; `--random-loads 2000` adds small ones of all sizes. Read first:
 policies/template.py, to break rules with a copy of it. Read next: policies/referee.py, the rules,
@@ -11,7 +11,7 @@ from tqdm import tqdm
 from cli.model import split_names
 
 
-def main(policies: str, /, *, random_loads: NonNegativeInt = 0) -> None:
+def main(policies: str, *, random_loads: NonNegativeInt = 0) -> None:
     """Name the first rule that a policy breaks, with exit status 2, or all rules that it keeps.
 
     Parameters

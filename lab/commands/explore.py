@@ -1,7 +1,7 @@
 """A page to play with: policies, chunk sizes and loads, chosen by buttons.
 
     python bench.py explore                           writes explore.html, which needs no network
-    python bench.py explore my_policy.py:MyPolicy     with your own policy among the others
+    python bench.py explore --policies my_policy.py:Mine   with your own policy, which it opens on
     python bench.py explore --site site               the same as a web site, which loads its runs
 
 All runs are simulated. It opens with four requests, two of them with long prompts that arrive while
@@ -91,7 +91,7 @@ class ExploreOptions:
             raise ValueError("--pyodide: needs --site")
 
 
-def main(policies: str = "", /, *, options: ExploreOptions = ExploreOptions()) -> None:
+def main(policies: str = "", *, options: ExploreOptions = ExploreOptions()) -> None:
     """A page to play with: what policies do with a load, and why.
 
     Parameters

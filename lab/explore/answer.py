@@ -9,6 +9,7 @@ Read first: runs.py. Read next: page/web/worker.js, which calls this; bundle.py.
 import ast
 import json
 import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from io import StringIO
@@ -16,8 +17,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from exercises.catalog import EXERCISES
-from exercises.check import check_solution
-from exercises.report import answer_question, describe_details, draw_page, place_of
+from exercises.problems import check_solution
+from exercises.report import answer_question, describe_details, draw_page
 from lab.explore.runs import Load, record_run
 from lab.measure.run_plan import goes_by_chunk
 from page.records import Record, Recorder
@@ -152,17 +153,23 @@ def describe_violation(violation: Violation) -> str:
 def check_exercise(number: int, file: Path) -> ExerciseAnswer:
     """What the check of an exercise says about the solution in a file."""
     exercise = EXERCISES[number - 1]
-    policy, problem = check_solution(exercise, str(file))
+    answer = ExerciseAnswer(solved=False, line="", details="", page=None, printed="")
+    try:
+        policy = load_policy(str(file), exercise.class_name)
+        problem = check_solution(policy, exercise.finder, exercise.loads(), exercise.last_check)
+    except Exception as error:  # of the solution
+        calls = traceback.extract_tb(error.__traceback__)
+        lines = [call.lineno for call in calls if call.filename == str(file)]
+        place = f"{FILE} line {lines[-1]}" if lines else FILE
+        answer["line"] = f"{place}: {type(error).__name__}: {error}"
+        return answer
     if problem is None:
-        assert policy is not None
-        line = f"Exercise {number}, {exercise.title}: it holds."
-        details = (
-            f"The answer: {answer_question(exercise, policy)}\n\nNow read {exercise.read_next}."
-        )
+        answer["solved"] = True
+        answer["line"] = f"Exercise {number}, {exercise.title}: it holds."
+        reading = f"Now read {exercise.read_next}."
+        answer["details"] = f"{answer_question(exercise, policy)}\n\n{reading}"
     else:
-        line = problem.sentence
-        if problem.moment is None:
-            line = f"{place_of(exercise, policy, problem)}: {line}"
-        details = describe_details(policy, problem)
-    page = None if policy is None else draw_page(exercise, policy, problem)
-    return ExerciseAnswer(solved=problem is None, line=line, details=details, page=page, printed="")
+        answer["line"] = problem.sentence
+        answer["details"] = describe_details(policy, problem)
+    answer["page"] = draw_page(exercise, policy, problem)
+    return answer

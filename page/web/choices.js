@@ -267,10 +267,11 @@ async function restore() {
   light_request(null);
   return true;
 }
-/** The first thing that is seen: two runs on one clock, which play once if there are choices. */
+/** The first thing that is seen: two runs on one clock. They play once if there are choices; but if
+ *  somebody's own policy is among these, it is the first, and it is shown. */
 async function open_first() {
   if (await restore()) return;
-  if (data.choices) return open_opening();
+  if (data.choices) return axes[0][1][0] === "vllm" ? open_opening() : show_first();
   await choose({beside: axes[0][1][1] ?? NOBODY});
   if (data.iteration) go(focused.run, data.iteration - 1);
 }
