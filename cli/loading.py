@@ -165,7 +165,7 @@ class EngineOptions:
 
     def make_engine(self, model: GPT, **settings: Any) -> Engine:
         """The engine of these options, as `settings` of Engine change it."""
-        from parallel import engine_for
+        from parallel.stages import engine_for
 
         options = {
             "policy": self.policy,

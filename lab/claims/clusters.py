@@ -33,7 +33,7 @@ from lab.measure.batch_times import TimedChunk, decodes, prompts
 from lab.measure.workload import Arrival, zipf_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import bubble_kinds, simulate
-from policies.micro_batches import StageRun
+from parallel.micro_batches import StageRun
 
 # --- single iterations
 

@@ -62,7 +62,7 @@ from lab.measure.run_plan import run_plan
 from lab.measure.token_budget import Case, Profiled, choose_budget
 from lab.measure.workload import Arrival
 from model import GPT
-from parallel import runner_for
+from parallel.stages import runner_for
 from runtime.memory import small_page_size
 
 Size = Literal["gpu", "cpu", "quick"]  # each claim has up to three lists of sizes

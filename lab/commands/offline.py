@@ -57,7 +57,7 @@ from lab.measure.run_plan import run_plan
 from model import GPT, GPTConfig
 from page.html import page
 from page.records import Recorder
-from parallel import runner_for
+from parallel.stages import runner_for
 
 DEFAULT_POLICIES = "request-level,orca-best,vllm,sarathi,sarathi-serve"
 CPU_LAYERS = 2  # of a geometry on a CPU: each layer does the same work

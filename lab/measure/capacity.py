@@ -19,7 +19,7 @@ from lab.measure.run_loop import Run
 from lab.measure.token_budget import MAX_DELAY_S, Case, Profiled, TimedRunner
 from lab.measure.workload import Arrival
 from model import GPT
-from parallel import runner_for
+from parallel.stages import runner_for
 from policies.pools import Sent
 from request import Request
 
