@@ -25,6 +25,7 @@ class Scheduler(Bookkeeping):
 
     cuts_prompts = False  # into chunks of at most `chunk` tokens: for tables and pages
     drops_decodes = False  # for the referee: a batch may leave out decodes it has no room for
+    reorders = False  # for the referee: requests are not admitted in order of arrival
     shares_in_batch = False  # for the referee: a batch may read pages that it computes itself
 
     def grow_decodes(self) -> list[Request]:

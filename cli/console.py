@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
@@ -122,7 +123,7 @@ def _null_stream() -> TextIOWrapper:
 
 def explain(error: BaseException) -> int | str | None:
     """The exit status, or the message, for an error that a user can cause; None for others."""
-    from policies.custom import PolicyError, one_line, where_it_failed
+    from policies.custom import MODULE_PREFIX
 
     if isinstance(error, KeyboardInterrupt):
         return 130
@@ -133,13 +134,11 @@ def explain(error: BaseException) -> int | str | None:
     if is_broken_pipe:
         return BROKEN_PIPE_STATUS
 
-    if isinstance(error, PolicyError):
-        return f"error: {error.place}: {error}" if error.place else f"error: {error}"
     name = type(error).__name__
     text = one_line(str(error).strip().split("\n")[0]) or name
-    place = where_it_failed(error)
-    if place:  # in a custom policy
-        return f"error: {place}: {name}: {text}"
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").startswith(MODULE_PREFIX):
+            return None  # its traceback says what is wrong with a custom policy
     advice = missing_package(error)
     if advice:
         print(f"error: {advice}", file=sys.stderr)
@@ -154,6 +153,12 @@ def explain(error: BaseException) -> int | str | None:
         if "can't allocate memory" in text:
             return f"error: {text}"
     return f"error: {text}" if isinstance(error, USER_ERRORS) else None
+
+
+def one_line(text: str) -> str:
+    """The text on one line; its repr if there is more in it that cannot be printed."""
+    line = " ".join(text.split())
+    return line if line.isprintable() else repr(line)
 
 
 def missing_package(error: BaseException) -> str | None:

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from cli.console import one_line
 from policies import ALL_POLICIES, find_policy
-from policies.custom import one_line, where_it_failed
 from runtime.files import new_file
 
 MAX_WHOLE = 10**15  # torch can count so far
@@ -171,9 +171,8 @@ def policy_name(text: str, name: str = "") -> str:
     """The type of a policy: a name that `find_policy` takes. `name` is the text without a size."""
     try:
         find_policy(name or text)
-    except (TypeError, ValueError) as error:
-        place = where_it_failed(error)  # if the file was found, but not good
-        raise ArgumentTypeError(f"{place}: {error}" if place else str(error)) from error
+    except (OSError, ValueError) as error:
+        raise ArgumentTypeError(str(error)) from error
     return text
 
 

@@ -11,8 +11,8 @@ from types import FrameType
 from typing import Any
 
 from exercises.catalog import Exercise
+from exercises.guards import MODULE_PREFIX, MissingPolicyError, PolicyError, guarded, load_policy
 from exercises.problems import Problem, find_problem
-from policies.custom import MODULE_PREFIX, MissingPolicyError, PolicyError, guarded, load_policy
 from scheduler import Scheduler
 
 

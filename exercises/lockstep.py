@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+from exercises.guards import PolicyError, check_batch, guarded, one_line
 from exercises.loads import Load
 from page.records import Recorder
-from policies.custom import PolicyError, check_batch, guarded, one_line
 from policies.observers import ChunkRecord, Iteration, chunk_records
 from policies.referee import (
     at_most_max_batch,

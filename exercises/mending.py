@@ -13,11 +13,11 @@ from statistics import mean
 
 from cli.tables import format_table
 from exercises.given import batch_seconds
+from exercises.guards import PolicyError
 from exercises.loads import Load, LoadRequest, ample, random_load
 from exercises.lockstep import Difference, Trial, compare, serve
 from exercises.problems import Problem
 from exercises.rules import amount
-from policies.custom import PolicyError
 from policies.remedies import ThresholdUnderContention
 from policies.today import VLLMV1
 from scheduler import SarathiServe, Scheduler

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from exercises.guards import PolicyError, guarded
 from exercises.loads import Load, LoadRequest, make_request, shrink
 from exercises.lockstep import CALL_LIMIT_S, Moment, compare
 from exercises.rules import Rule, first_broken
-from policies.custom import PolicyError, guarded
 from scheduler import Batch, Scheduler
 
 SHRINK_S = 0.5  # of CPU time: then a load is small enough

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cli.tables import align
 from exercises.catalog import Exercise
+from exercises.guards import MODULE_PREFIX, PolicyError
 from exercises.loads import MAX_PAGES, Load
 from exercises.lockstep import (
     Decision,
@@ -26,7 +27,6 @@ from exercises.rules import amount, tokens
 from page.html import page
 from page.records import Recorder
 from policies import find_policy
-from policies.custom import MODULE_PREFIX, PolicyError
 from scheduler import Scheduler
 
 MAX_HISTORY = 6  # iterations before the one that differs

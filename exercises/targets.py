@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from cli.tables import format_table
 from exercises.given import TBT_SLO_S, batch_seconds, predict, seconds_without_attention
+from exercises.guards import guarded
 from exercises.loads import Load, LoadRequest, ample
 from exercises.lockstep import CALL_LIMIT_S, Moment, Trial, serve
 from exercises.problems import Problem
 from exercises.rules import amount
-from policies.custom import guarded
 from policies.iteration_time import BatchShape
 from scheduler import Request, SarathiServe, Scheduler
 

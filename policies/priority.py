@@ -137,6 +137,8 @@ class Priority(Dynamic):
     the tightest; else it is `chunk`. For a realtime or high request at risk the targets of lower
     classes are given up, and if that does not help, lower classes are preempted."""
 
+    reorders = True
+
     def __init__(
         self,
         *args: Any,

@@ -171,6 +171,8 @@ class ShortestUncached(SarathiServe):
     Source: SGLang's --schedule-policy shortest-prefill-first (sgl-project/sglang PR #40024),
     python/sglang/srt/managers/schedule_policy.py @00550cd1, `shortest_prefill_chunk_limit`."""
 
+    reorders = True
+
     def schedule(self) -> Batch:
         batch = Batch(self.chunk)
         batch.add_decodes(self.grow_decodes())
@@ -254,6 +256,8 @@ class WaitForPrefix(SarathiServe):
     It trades the order of arrival for tokens that are computed once. Looks at the first WINDOW.
     Source: TensorRT-LLM cpp/tensorrt_llm/batch_manager/capacityScheduler.cpp @02a10fed,
     `beneficialToSkip`; SGLang's in-batch prefix caching is alike."""
+
+    reorders = True
 
     def admit(self) -> Request | None:
         pages = self.pages
@@ -348,6 +352,7 @@ class VTC(SarathiServe):
     Source: arXiv 2401.00588; Ying1123/VTC-artifact slora/server/router/vtc_req_queue.py @14c19b70,
     with equal weights. A prompt that is computed again after a preemption is not counted again."""
 
+    reorders = True
     PROMPT_PRICE = 1
     OUTPUT_PRICE = 2
 

@@ -269,6 +269,7 @@ class SGLang(Interval):
     RETRACT_STEPS = 20  # tokens that each request shall be able to decode after a retraction
     MAX_GUESS = 4096  # tokens of output that one request is expected to have at most
 
+    reorders = True
     watermark_percent = 0
 
     def __init__(self, *args: Any, every: int = 0, **options: Any) -> None:
@@ -427,6 +428,7 @@ class FastGen(SarathiServe):
     `0:2 1:2 | 0:d | 1:1`."""
 
     drops_decodes = True
+    reorders = True
     watermark_percent = 0
 
     def grow_decodes(self) -> list[Request]:
@@ -521,6 +523,8 @@ class HFTransformers(Recomputing):
     `0:6 1:2 | 0:d | 0:d | 2:6 3:2`, theirs `0:6 1:2 | 0:d 3:3 | 0:d 3:d`. A cached page is shared
     there only by who is admitted at once. `max_batch=1 page_size=1 pages=4 max_len=4, aa+2 aa+2`
     gives `0:2 | 0:d | 1:1`, theirs `0:2 | 0:d | 1:2`."""
+
+    reorders = True
 
     def __init__(self, *args: Any, margin_percent: int = 15, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -82,7 +82,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line: load the model, and serve until a signal comes."""
     options = parse_args(argv)
     from cli.loading import find_tokenizer
-    from policies.trial import find_violation
     from pretrained.tokenizers import load_chat
     from runtime.torchrun import find_place
     from server.app import Api
@@ -94,9 +93,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = replace(options, model=model_options)
     if find_place().rank:
         load(options)  # this process follows rank 0, and never returns from here
-    violation = find_violation(options.policy)
-    if violation:
-        print(f"warning: {violation.sentence}", file=sys.stderr, flush=True)
     chat = load_chat(options.model.model)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listener:

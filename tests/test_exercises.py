@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 
 from exercises import __main__ as program
+from exercises import guards as custom
 from exercises import problems
 from exercises.__main__ import main, parse_args
 from exercises.catalog import EXERCISES
 from exercises.loads import MAX_PAGES, LoadRequest, random_load, shrink, small_loads
 from exercises.lockstep import Trial
-from policies import custom
 from scheduler import SarathiServe
 from tests import mended_policies
 from tests.exercise_solutions import IMPORTS, OTHERS, SOLUTIONS, WRONG

@@ -69,9 +69,9 @@ def test_a_policy_without_chunks_says_so_and_what_it_prints_is_kept():
     [
         (MINE + "    x = (\n", "my_policy.py line 5: SyntaxError: '(' was never closed"),
         ("x = 1 / 0\nclass A: pass\n", "my_policy.py line 1: ZeroDivisionError: division by zero"),
-        ("x = 1\n", "my_policy.py: no policy in it"),
+        ("x = 1\n", "no policy in it"),
         (MINE + "    def schedule(self):\n        self.x\n", "my_policy.py line 6: Attrib"),
-        (MINE + "    def schedule(self):\n        pass\n", "returned None"),
+        (MINE + "    def schedule(self):\n        pass\n", "no Batch"),
         (MINE + LOST, "the rule 'nothing lost' is broken"),
         (MINE + "    def __init__(self):\n        pass\n", "unexpected keyword argument"),
         (

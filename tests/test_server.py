@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import Engine
-from policies.trial import find_violation
 from pretrained.streams import Writer
 from pretrained.tokenizers import byte_tokenizer, load_chat
 from request import Event, Service
@@ -375,32 +374,6 @@ def test_a_policy_that_breaks_a_rule_is_served_with_a_warning(tmp_path):
         assert process.wait(20) == 0
     assert ready.startswith("llama-tiny at http://") and "Traceback" not in errors
     assert "\nwarning: the rule 'no decode dropped' is broken: " in errors
-
-
-COMPUTES_AGAIN = """admit(self):
-        request = super().admit()
-        if request and request.num_computed:
-            request.num_computed -= 1
-        return request"""
-TRIED = [  # a method of a policy, and the rule that it breaks: with little memory, much, shared
-    ("preempt(self, r): super().preempt(r); self.waiting.remove(r)", "nothing lost"),
-    ("schedule(self): self.max_batch += 1; return super().schedule()", "at most max_batch"),
-    (COMPUTES_AGAIN, "chunks"),
-]
-
-
-@pytest.mark.parametrize("method, rule", TRIED)
-def test_a_policy_from_a_file_is_tried_in_all_memories(method, rule, tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text(
-        f"from scheduler import *\nclass Own(SarathiServe):\n    def {method}\n", "utf-8"
-    )
-    assert find_violation(f"{file}:Own").rule == rule
-
-
-def test_a_policy_that_keeps_all_rules_is_served_without_a_warning():
-    assert find_violation("policies/template.py:ShortestFirst") is None
-    assert find_violation("request-level") is None
 
 
 def test_pages_are_shared_by_option():

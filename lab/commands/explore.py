@@ -42,7 +42,6 @@ from page.html import Costs, Editor, RowCosts, packed_inline, page
 from page.records import Recorder
 from page.site import write_packed, write_runs
 from policies.pools import Pools
-from policies.trial import broken_rules, mark_broken
 from runtime.files import new_file
 
 TRACE = Path(__file__).parents[1] / "claims" / "a_to_d.csv"  # A and B, then C and D
@@ -154,11 +153,7 @@ def main(options: ExploreOptions) -> None:
     cost = CostModel.named(MODEL)
     slo_s = slo_seconds("strict", base_of(cost, MAX_LEN, BASE_CHUNK))
     loads = make_loads(cost, options.requests)
-    violations = broken_rules(options.policies)
-    policies = {
-        mark_broken(short_name, violations[name].rule if name in violations else None): name
-        for short_name, name in short_names([*options.policies, *POLICIES]).items()
-    }
+    policies = short_names([*options.policies, *POLICIES])
     remedies = {name: name for name in REMEDIES if name not in policies}
     recorders = simulate_all(policies, remedies, loads, slo_s)
     files, editor_info = write_beside(options, recorders, loads)
@@ -182,8 +177,6 @@ def main(options: ExploreOptions) -> None:
         editor=editor_info,
     )
     write_text(options.html, text)
-    for violation in violations.values():
-        print(violation.sentence)
     if options.site is None:
         wrote_page(options.html)
     else:

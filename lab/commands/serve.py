@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
@@ -50,20 +50,12 @@ from lab.simulator.pools import KVLink, simulate_pools
 from page.html import page
 from page.records import Recorder, instance_names
 from policies.pools import Pools
-from policies.trial import broken_rules
 
 __all__ = ["add_options", "main", "resolve"]
 
 SIZES = "sarathi-serve"  # the instances of two pools have memory and batches as under this policy
 ArrivalsAt = Callable[[float | None], list[Arrival]]  # a rate, or the trace's own -> a load
 Serve = Callable[..., Run]  # of a load, as Machine.serve
-
-
-class Server(NamedTuple):
-    """What serves a load, and the rule that its policy breaks, if it breaks one."""
-
-    serve: Serve
-    broken_rule: str | None = None
 
 
 def make_workload(options: ServeOptions) -> tuple[ArrivalsAt, str]:
@@ -159,7 +151,7 @@ class Comparison:
 
     options: ServeOptions
     arrivals_at: ArrivalsAt
-    servers: Mapping[str, Server]
+    servers: Mapping[str, Serve]
     report: dict[str, Any]
     machine: MachineInfo
     rate_counts: bool = False  # see metrics.missed
@@ -169,15 +161,13 @@ class Comparison:
         """Let a server serve the load at this rate."""
         arrivals = self.arrivals_at(qps)
         with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
-            return self.servers[name].serve(arrivals, progress=bar.update, recorder=recorder)
+            return self.servers[name](arrivals, progress=bar.update, recorder=recorder)
 
     def judge(self, name: str, run: Run) -> JudgedRun:
         """Whether a run met the SLO."""
-        rule = self.servers[name].broken_rule
         return capacity.judge(
             run,
             self.report["slo_s"],
-            rule,
             ttft_slo_s=self.options.ttft_slo,
             rate_counts=self.rate_counts,
         )
@@ -247,7 +237,7 @@ def compare_capacities(comparison: Comparison, start: float, ratio: float) -> No
     report = comparison.report
     searches: dict[str, SearchResult[JudgedRun]] = {}
 
-    def search(name: str, server: Server) -> None:
+    def search(name: str) -> None:
         trials: list[Trial[JudgedRun]] = []
 
         def run_at_rate(qps: float) -> JudgedRun:
@@ -258,10 +248,7 @@ def compare_capacities(comparison: Comparison, start: float, ratio: float) -> No
             comparison.keep("results", name, search_json(searches[name]))
             return judged
 
-        if server.broken_rule:
-            run_at_rate(start)  # no rate is met
-        else:
-            capacity.search_capacity(run_at_rate, start, ratio)
+        capacity.search_capacity(run_at_rate, start, ratio)
 
     def show() -> None:
         print()
@@ -274,8 +261,8 @@ def compare_capacities(comparison: Comparison, start: float, ratio: float) -> No
         plot_capacity(report["results"], report["machine"], file, report["slo_s"])
 
     with reporting(comparison.options, report, show, plot=draw):
-        for name, server in comparison.servers.items():
-            search(name, server)
+        for name in comparison.servers:
+            search(name)
 
 
 def main(options: ServeOptions) -> dict[str, Any]:
@@ -326,19 +313,14 @@ def main(options: ServeOptions) -> dict[str, Any]:
             f"{options.pools.decode} decode; keys and values over {options.kv_link}, "
             f"{KV_SENDS[options.kv_send]}\n"
         )
-    violations = broken_rules(config.policy for config in configs.values())
-    for violation in violations.values():
-        print(f"{violation.sentence}: no SLO is met\n")
-    servers: dict[str, Server] = {}
+    servers: dict[str, Serve] = {}
     for name, config in configs.items():
-        violation = violations.get(config.policy)
-        serve = partial(machine.serve, config)
-        servers[name] = Server(serve, violation.rule if violation else None)
+        servers[name] = partial(machine.serve, config)
     if options.pools and isinstance(machine, SimulatedMachine):
         pooled_configs = plan([SIZES], tbt_slo_s=slo_s)
         for name, serve in pooled_servers(options, options.pools, machine).items():
             for label, config in pooled_configs.items():
-                servers[name + label.removeprefix(SIZES)] = Server(partial(serve, config))
+                servers[name + label.removeprefix(SIZES)] = partial(serve, config)
     comparison = Comparison(
         options=options,
         arrivals_at=arrivals_at,

@@ -15,7 +15,6 @@ from lab.measure.capacity import JudgedRun, SearchResult
 from lab.measure.machine import Machine
 from lab.measure.token_budget import MAX_DELAY_S, MULTIPLES
 from lab.measure.workload import Arrival
-from policies.trial import mark_broken
 
 NOTE = """
 TTFT, delay: from arrival to the first token, to being scheduled; beside prefill: TBTs with others' prefill in them,
@@ -94,7 +93,7 @@ def print_runs(runs: Mapping[str, JudgedRun], ttft_slo_s: float, tbt_slo_s: floa
     links: dict[str, list[Cell]] = {}
     for name, run in runs.items():
         cut = f"{name} (cut short)" if run.cut_short else name
-        marked = timing.mark(mark_broken(cut, run.broken_rule), run.busy)
+        marked = timing.mark(cut, run.busy)
         longest = run.stalls.longest
         latencies[marked] = [
             ("TTFT P50", run.p50_ttft_s, ",.2f"),
@@ -156,8 +155,7 @@ def print_capacities(searches: Mapping[str, SearchResult[JudgedRun]]) -> None:
         ]
         if has_link:
             row.append(("P99 link s", best and best.link and best.link.exposed_s.p99, ",.4f"))
-        marked = mark_broken(name, search.trials[-1].verdict.broken_rule)
-        rows[timing.mark(marked, search.busy)] = row
+        rows[timing.mark(name, search.busy)] = row
     print(f"{format_table('policy', rows)}\n{CAPACITY_NOTE}")
 
 
