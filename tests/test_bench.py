@@ -144,7 +144,7 @@ REFUSED += [
     ("--chunk 4 --batch 6", "--chunk 4: must be at least --batch 6"),
     ("--chunk 2000", "--chunk 2000: must be at least --batch 6 and at most --seq-len 1000"),
     ("--policies sarathi,fifo", "'fifo': must be one of request-level, "),
-    ("--policies no_such.py:Mine", "there is no file no_such.py"),
+    ("--policies no_such.py:Mine", "No such file"),
     ("--policies dynamic", "--policies dynamic: follows an SLO"),
     ("--policies sarathi:64x", "'sarathi:64x'"),
     ("--policies ,", "--policies ',': give at least one"),
