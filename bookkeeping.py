@@ -13,6 +13,7 @@ scheduler.py. Read next: kv_cache.py."""
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from kv_cache import Pages
@@ -115,10 +116,12 @@ class Bookkeeping:
 
         `tokens` holds the token that was sampled after each chunk at time `now`, or None."""
         new_tokens: list[tuple[Request, int]] = []
+        others = [peer.running for peer in self.peers if peer is not self]
+        elsewhere = set(chain.from_iterable(others))
         for chunk, token in zip(batch, tokens, strict=True):
             request, start, length = chunk
-            if request.finish_reason:
-                continue  # it was aborted while the batch was computed
+            if request.finish_reason or request in elsewhere:
+                continue  # it was aborted while the batch was computed, or preempted, and moved
             if request.pages:  # if not, it was preempted meanwhile, see policies/today.py
                 request.num_computed = start + length
                 self.pages.keep(request, start)

@@ -26,6 +26,8 @@ class Scheduler(Bookkeeping):
     cuts_prompts = False  # into chunks of at most `chunk` tokens: for reports
     # for policies/referee.py: a batch may leave out decodes it has no room for,
     drops_decodes = False
+    # admit requests in another order than that of arrival,
+    reorders = False
     # or read pages that it computes itself
     shares_in_batch = False
 

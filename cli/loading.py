@@ -30,7 +30,7 @@ def make_engine(
     options: EngineOptions, model: GPT, attention: str = "auto", **settings: Any
 ) -> Engine:
     """The engine of these options, as `settings` of Engine change it."""
-    from parallel import engine_for
+    from parallel.stages import engine_for
 
     return engine_for(model)(model, attention=attention, **asdict(options) | settings)
 

@@ -14,8 +14,8 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any, NotRequired, TypedDict
 
+from parallel.micro_batches import StageRun
 from policies.cards import CARDS
-from policies.micro_batches import StageRun
 from policies.observers import Iteration, Observer
 from policies.pools import DecodeInstance, PrefillInstance, Sent
 from scheduler import Batch, Request, Scheduler

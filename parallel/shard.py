@@ -5,9 +5,6 @@ then all ranks of a stage add up their products (Shoeybi et al. 2019, §3). The 
 embeddings, the last the head. Read first: model.py, pretrained/sharding.py. Read next:
 stages.py."""
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,38 +20,6 @@ from parallel.ranks import Ranks
 from pretrained.checkpoints import load_weights
 from pretrained.random_weights import init_weight
 from pretrained.sharding import Slices, local_config, slices_of, views
-
-
-class SumTimer:
-    """Adds up the seconds that a rank spends in sums, waiting for the others included.
-
-    NCCL's sums have only been launched when all_reduce returns. So on CUDA two events are recorded
-    around each, in the stream whose next kernels wait for it, and read once the device is done."""
-
-    def __init__(self) -> None:
-        self.total_s = 0.0  # of the sums that were read
-        self.unread: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def timing(self, x: Tensor) -> Iterator[None]:
-        """Time the sum of x in this block."""
-        if not x.is_cuda:
-            began = time.perf_counter()
-            yield
-            self.total_s += time.perf_counter() - began
-            return
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        yield
-        end.record()
-        self.unread.append((start, end))
-
-    def read(self) -> None:
-        """Add the sums since the last call, when the device has done what it was given."""
-        for start, end in self.unread:
-            self.total_s += start.elapsed_time(end) / 1e3
-        self.unread = []
 
 
 class Shard(GPT):
@@ -80,7 +45,6 @@ class Shard(GPT):
         self.config = local
         self.whole_config = whole_config
         self.ranks = ranks
-        self.sum_timer = SumTimer()
         if ranks.stage > 0:
             self.token_embedding = self.position_embedding = None
         if ranks.stage < ranks.pp - 1:
@@ -124,8 +88,7 @@ class Shard(GPT):
     def sum_up(self, x: Tensor) -> Tensor:
         """The sum over all ranks of this stage, in place."""
         if self.ranks.tp > 1:
-            with self.sum_timer.timing(x):
-                dist.all_reduce(x, group=self.ranks.tp_group)
+            dist.all_reduce(x, group=self.ranks.tp_group)
         return x
 
     def _sum_up_output(self, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 Rank 0 schedules. A step begins the batch of a micro-batch that has work, or else waits for the
 oldest batch under way. A batch's chunks go to all ranks at once, its activations from stage to
 stage, without waiting for the next one. The tokens that the last stage has sampled come back to
-rank 0, with the times of all stages. Read first: policies/micro_batches.py, ranks.py, shard.py."""
+rank 0. Read first: micro_batches.py, ranks.py, shard.py."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,11 +19,11 @@ from torch import Tensor
 
 from config import EngineConfig
 from engine import Engine, no_interrupt
-from model import FlatBatch
+from model import GPT, FlatBatch
+from parallel.micro_batches import MicroBatches
 from parallel.ranks import Ranks
 from parallel.shard import Shard
 from policies import scheduler_of
-from policies.micro_batches import MicroBatches, StageTime
 from policies.observers import Iteration
 from pretrained.tokenizers import Tokenizer
 from request import Batch, Chunk, Event, lone_chunk
@@ -30,6 +31,8 @@ from runtime.memory import MAX_BATCH, fill_in
 from runtime.runner import Runner, Sampled, tokens_of
 from sampling import SamplingParams
 from scheduler import Scheduler
+
+NOTHING = [(0, 0.0)]  # what is sent after a batch that yields no token
 
 
 class SentChunk(NamedTuple):
@@ -60,23 +63,6 @@ class SentChunk(NamedTuple):
         return lone_chunk(self.pages, self.start, self.tokens, self.yields_token)
 
 
-class StageResult(NamedTuple):
-    """What a stage made of a batch. Times are in seconds, on Ranks.clock."""
-
-    start: float
-    end: float
-    waited: float  # since the batch before, for commands, replies and activations
-    sampled: list[Sampled]  # on the last stage
-
-
-class StageSeconds(NamedTuple):
-    """What a rank has spent its time with, in seconds."""
-
-    now: float  # on Ranks.clock
-    waited: float  # so far
-    summing: float  # so far, in sums over the ranks of its stage
-
-
 class Stage:
     """The methods that rank 0 lets all ranks call, on their Shard and the cache of each runner."""
 
@@ -84,83 +70,73 @@ class Stage:
         self.model = model
         self.runners: dict[int, Runner] = {}  # by ParallelRunner.key
         self.alive: WeakSet[ParallelRunner] = WeakSet()  # on rank 0: those that somebody uses
-        self.sending: deque[Any] = deque()  # activations on their way to the next stage
-        self.waited_before = 0.0  # Ranks.waited, when the last batch came
+        self.sending: deque[Any] = deque()  # what is on its way to another rank
+        self.sampled: deque[Tensor] = deque()  # on rank 0, if it is the last stage
 
     def free_caches_except(self, keys: Sequence[int]) -> None:
         """Forget all runners but those of these keys."""
         self.runners = {key: self.runners[key] for key in keys}
 
     def available_pages(self, config: EngineConfig) -> int:
-        """How many pages a cache has under this config. Raises ValueError if it does not fit."""
-        pages = fill_in(config, self.model).pages
-        assert pages is not None
-        return pages
+        """How many pages a cache has under this config: as many as the smallest rank has room for.
 
-    def make_runner(
-        self,
-        key: int,
-        pages: int,
-        page_size: int,
-        max_len: int | None,
-        attention: str,
-    ) -> bool:
-        """Make the Runner of this key. Returns True, so that rank 0 can wait for it."""
-        runner = Runner(self.model, pages, page_size, max_len, attention)
+        Raises ValueError on a rank where it does not fit."""
+        return min(self.model.ranks.gather(fill_in(config, self.model).pages or 0))
+
+    def make_runner(self, key: int, *arguments: Any) -> None:
+        """Make the Runner of this key."""
+        runner = Runner(self.model, *arguments)
         runner.cache.data.zero_()  # memory that was never written may be slow to compute with
         self.runners[key] = runner
-        return True
-
-    def seconds(self) -> StageSeconds:
-        """What this rank has spent its time with so far."""
-        ranks = self.model.ranks
-        return StageSeconds(ranks.clock(), ranks.waited, self.model.sum_timer.total_s)
 
     @torch.inference_mode()
-    def run(self, key: int, sent: list[SentChunk]) -> StageResult | None:
+    def run(self, key: int, sent: list[SentChunk]) -> None:
         """Compute a batch: receive the activations of the stage before, compute the layers of this
-        one, and send the activations on, or sample. Part 0 of each stage returns a result."""
+        one, and send the activations on, or sample and send the tokens to rank 0."""
         model = self.model
         ranks = model.ranks
         runner = self.runners[key]
-        is_last = ranks.stage == ranks.pp - 1
-        start = ranks.clock()
         batch = FlatBatch.build([chunk.chunk() for chunk in sent], runner.attention)
         if ranks.stage == 0:
             x = model.embed(batch)
         else:
-            ready = ranks.clock()
             x = model.final_norm.weight.new_empty(len(batch.tokens), model.config.n_embd)
             dist.recv(x, ranks.rank - ranks.tp)
-            runner.wait()
-            start = ranks.clock()
-            ranks.waited += start - ready
-        waited = ranks.waited - self.waited_before
-        self.waited_before = ranks.waited
-
         x: Tensor = model.compute_layers(x, batch, runner.cache)
-        sampled: list[Sampled] = []
-        if is_last:
-            yielding = [chunk for chunk in sent if chunk.yields_token]
-            params = [chunk.params for chunk in yielding]
-            positions = [chunk.position for chunk in yielding]
-            sampled = runner.fetch(model.logits(x, batch), params, positions)
-        else:
-            runner.wait()
-        end = ranks.clock()
-        if not is_last:
-            self._send_on(x)
-        model.sum_timer.read()
+        if ranks.stage < ranks.pp - 1:
+            self._send(x, ranks.rank + ranks.tp)
+            return
+        yielding = [chunk for chunk in sent if chunk.yields_token]
+        params = [chunk.params for chunk in yielding]
+        positions = [chunk.position for chunk in yielding]
+        sampled = runner.fetch(model.logits(x, batch), params, positions)
         if ranks.part > 0:
-            return None
-        return StageResult(start, end, waited, sampled)
+            return
+        pairs = [(token, math.nan if logprob is None else logprob) for token, logprob in sampled]
+        rows = torch.tensor(pairs or NOTHING, dtype=torch.float64)
+        if ranks.rank == 0:
+            self.sampled.append(rows)
+        else:
+            self._send(rows, 0)
 
-    def _send_on(self, x: Tensor) -> None:
-        """Send activations to the next stage, and do not wait: but for those of long ago."""
-        ranks = self.model.ranks
-        self.sending.append(dist.isend(x, ranks.rank + ranks.tp))
-        if len(self.sending) > 2 * ranks.pp:
+    def _send(self, x: Tensor, rank: int) -> None:
+        """Send a tensor, and do not wait: but for those of long ago."""
+        self.sending.append(dist.isend(x, rank))
+        if len(self.sending) > 2 * self.model.ranks.pp:
             self.sending.popleft().wait()
+
+    def collect(self, chunks: Sequence[Chunk]) -> list[Sampled]:
+        """On rank 0: what was sampled after those of these chunks that yield a token. They are the
+        batch that was sent first of those under way."""
+        ranks = self.model.ranks
+        count = sum(chunk.yields_token for chunk in chunks)
+        rows = torch.empty(max(count, len(NOTHING)), 2, dtype=torch.float64)
+        if ranks.pp == 1:
+            rows = self.sampled.popleft()
+        else:
+            with ranks.unbroken():
+                dist.recv(rows, ranks.size - ranks.tp)
+        return [(int(token), logprob) for token, logprob in rows[:count].tolist()]
 
 
 class ParallelRunner(Runner):
@@ -175,51 +151,42 @@ class ParallelRunner(Runner):
         attention: str = "auto",
     ) -> None:
         self.ranks = model.ranks
-        self.key = next(model.ranks.numbers)
-        stage: Stage = self.ranks.work
-        self.ranks.command("free_caches_except", [runner.key for runner in stage.alive])
-        self.ranks.call("make_runner", self.key, pages, page_size, max_len, attention)
-        local_runner = stage.runners[self.key]
+        self.stage: Stage = self.ranks.work
+        self.ranks.command("free_caches_except", [runner.key for runner in self.stage.alive])
+        self.key = max(self.stage.runners, default=0) + 1
+        self.ranks.command("make_runner", self.key, pages, page_size, max_len, attention)
+        local_runner = self.stage.runners[self.key]
         self.model = local_runner.model
         self.cache = local_runner.cache
         self.attention = local_runner.attention
         self.fast = local_runner.fast
-        stage.alive.add(self)
+        self.stage.alive.add(self)
 
-    def send(self, chunks: list[SentChunk]) -> int:
-        """Let all stages compute a batch. Returns the number of the command."""
-        return self.ranks.command("run", self.key, chunks)
-
-    def collect(self, command: int) -> list[StageResult]:
-        """The results of all stages for a command."""
-        return self.ranks.results(command, range(0, self.ranks.size, self.ranks.tp))
+    def send(self, chunks: list[SentChunk]) -> None:
+        """Let all stages compute a batch, see Stage.collect."""
+        self.ranks.command("run", self.key, chunks)
 
     def greedy(self, chunks: Sequence[Chunk]) -> list[int]:
         """As Runner.greedy, through all stages."""
-        command = self.send([SentChunk.of(chunk) for chunk in chunks])
-        *_, last = self.collect(command)
-        return [token for token, _ in last.sampled]
+        self.send([SentChunk.of(chunk) for chunk in chunks])
+        return [token for token, _ in self.stage.collect(chunks)]
 
 
 @dataclass(frozen=True)
 class Flight:
     """A batch that ranks compute."""
 
-    command: int
     batch: Batch
     iteration: Iteration  # but for its end
-    full_since: float  # see MicroBatches
 
 
 class ParallelEngine(Engine):
     """An engine whose model is divided among all ranks.
 
     Each micro-batch has a scheduler, and at most one batch in flight; `self.scheduler` is the first
-    one. `max_batch` is of each. They share the pages, as many as the smallest rank has room for.
-    With `record`, `micro_batches` learns what the stages do."""
+    one. `max_batch` is of each. They share the pages, as many as the smallest rank has room for."""
 
     runner: ParallelRunner
-    record = False
 
     def __init__(
         self,
@@ -237,7 +204,7 @@ class ParallelEngine(Engine):
         self.order = list(range(ranks.pp))  # of micro-batches: who landed first begins first
         of_all = replace(config, max_batch=config.max_batch and config.max_batch * ranks.pp)
         ranks.command("free_caches_except", [runner.key for runner in ranks.work.alive])
-        pages = min(ranks.call("available_pages", of_all))  # as many as the smallest rank has
+        pages = ranks.command("available_pages", of_all)
         max_batch = config.max_batch or min(pages // ranks.pp, MAX_BATCH)
         config = replace(config, pages=pages, max_batch=max_batch)
         super().__init__(model, config, tokenizer=tokenizer, clock=clock)
@@ -288,17 +255,13 @@ class ParallelEngine(Engine):
             scheduler = self.schedulers[number]
             iteration = Iteration.of(scheduler, batch, start, end=start, launch=self.clock())
             first_page = number * scheduler.pages.total
-            self.flights[number] = Flight(
-                command=self.runner.send([SentChunk.of(chunk, first_page) for chunk in batch]),
-                batch=batch,
-                iteration=iteration,
-                full_since=self.micro_batches.full_since(number),
-            )
+            self.runner.send([SentChunk.of(chunk, first_page) for chunk in batch])
+            self.flights[number] = Flight(batch, iteration)
         return True
 
     def _land(self, number: int, flight: Flight) -> list[Event]:
         """Move the requests of a batch on that all stages have computed."""
-        results = self.runner.collect(flight.command)
+        sampled = self.runner.stage.collect(flight.batch)
         del self.flights[number]
         self.order.remove(number)
         self.order.append(number)
@@ -306,14 +269,9 @@ class ParallelEngine(Engine):
         if flight.batch is not scheduler.batch:
             return []  # all was reset since it was sent
         now = self.clock()
-        if self.record:
-            shift = now - time.perf_counter()  # from Ranks.clock to this one; read at once
-            times = [StageTime(r.start + shift, r.end + shift, r.waited) for r in results]
-            chunks = flight.iteration.chunks
-            self.micro_batches.book(number, times, flight.full_since, flight.batch, chunks)
         self.last_iteration = flight.iteration._replace(end=now)
         scheduler.observe(flight.batch, now - flight.iteration.start)
-        tokens = tokens_of(flight.batch, results[-1].sampled)
+        tokens = tokens_of(flight.batch, sampled)
         return self.advance(scheduler, flight.batch, tokens, now)
 
     def reset(self) -> None:
@@ -321,3 +279,13 @@ class ParallelEngine(Engine):
         super().reset()
         while self.flights:
             self.step()
+
+
+def engine_for(model: GPT) -> type[Engine]:
+    """The class of engines that serve this model: on all ranks if it is a Shard, else here."""
+    return ParallelEngine if isinstance(model, Shard) else Engine
+
+
+def runner_for(model: GPT) -> type[Runner]:
+    """The class of runners of this model, which compute batches without a scheduler."""
+    return ParallelRunner if isinstance(model, Shard) else Runner

@@ -15,7 +15,7 @@ from config import EngineConfig
 from kv_cache import Pages
 from policies import ablations, dynamic, priority, remedies, today  # noqa: F401 (enter policies)
 from policies.cards import CARDS
-from policies.custom import MissingPolicyError, PolicyError, guard, guarded, load_policy
+from policies.custom import load_policy
 from policies.pages import make_pages
 from scheduler import Scheduler
 
@@ -28,17 +28,14 @@ POLICIES = {name: cls for name, cls in ALL_POLICIES.items() if name not in TODAY
 def find_policy(name: str) -> type[Scheduler]:
     """The class of a policy: a name in ALL_POLICIES, or "path/to/file.py:ClassName".
 
-    Raises ValueError if there is no such policy. An error in the file passes through."""
+    Raises ValueError if there is no such policy, and as load_policy."""
     if name in ALL_POLICIES:
         return ALL_POLICIES[name]
     file, _, class_name = name.rpartition(":")
     if not file.endswith(".py"):
         allowed = f"one of {', '.join(POLICIES)}, FILE.py:Class, or in policies/today.py"
         raise ValueError(f"policy={name!r}: must be {allowed}")
-    try:
-        return load_policy(file, class_name)
-    except MissingPolicyError as error:
-        raise ValueError(f"policy={name!r}: {error}") from None
+    return load_policy(file, class_name)
 
 
 def policy_options(policy: type[Scheduler]) -> set[str]:
@@ -47,15 +44,8 @@ def policy_options(policy: type[Scheduler]) -> set[str]:
 
 
 def make_scheduler(policy: str, pages: Pages, **options: Any) -> Scheduler:
-    """A scheduler of the policy `policy`. Raises ValueError for an unknown one."""
-    cls = find_policy(policy)
-    if guard(cls) is cls:
-        return cls(pages, **options)
-    with guarded():
-        scheduler = guard(cls)(pages, **options)
-        if "observers" not in vars(scheduler):
-            raise PolicyError(f"{cls.__name__}.__init__() must call super().__init__()")
-        return scheduler
+    """A scheduler of the policy `policy`, with its sizes and its own `options`."""
+    return find_policy(policy)(pages, **options)
 
 
 # Of an EngineConfig whose sizes are filled in.

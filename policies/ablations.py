@@ -13,7 +13,11 @@ from scheduler import Batch, Request, SarathiServe
     note="ablation: chunks, in turn with decodes and never beside them",
 )
 class ChunkedOnly(SarathiServe):
-    """Chunks alone: prefill and decode batches alternate."""
+    """Chunks alone: prefill and decode batches alternate.
+
+    Three choices are others than in the authors' simple_chunking scheduler: new requests fill the
+    rest of a chunk, decodes take their next pages in the turn of a prefill, too, and the last token
+    of a victim is a decode."""
 
     prefilled_last = False
 

@@ -17,9 +17,11 @@ from scheduler import Batch, Request, SarathiServe
 class Dynamic(SarathiServe):
     """Algorithm 3 with as much prefill beside the decodes as the SLO allows.
 
-    `tbt_slo` limits the time between tokens, in seconds; without it the budget is `chunk`. The
-    batch has a multiple of `tile` tokens. IterationTime predicts how long a batch takes. It may
-    begin with a `profile`, a list of (BatchShape, seconds), see token_budget.py."""
+    `tbt_slo` limits the time between tokens, in seconds; without it the budget is `chunk`. With it,
+    a batch beside decodes has a multiple of `tile` tokens, or room for all of max_len: with
+    `tile=8 max_len=8` a decode rides with chunks of 7 and 1 tokens. IterationTime predicts how long
+    a batch takes. It may begin with a `profile`, a list of (BatchShape, seconds), see
+    token_budget.py."""
 
     def __init__(
         self,

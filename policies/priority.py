@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -134,8 +134,10 @@ class Priority(Dynamic):
     that are lifted to one wait alike: with "realtime" none starves, and realtime requests wait as
     long as low ones; with "normal" low ones wait no longer than normal ones, and realtime and high
     ones do not pay for them. The token budget is dynamic where decodes have TBT targets, and meets
-    the tightest; else it is `chunk`. Requests of lower classes are preempted for a realtime or high
-    request at risk."""
+    the tightest; else it is `chunk`. For a realtime or high request at risk the targets of lower
+    classes are given up, and if that does not help, lower classes are preempted."""
+
+    reorders = True
 
     def __init__(
         self,
@@ -147,6 +149,9 @@ class Priority(Dynamic):
     ) -> None:
         super().__init__(*args, **options)
         self.ttft_slo = ttft_slo
+        self.ignores_lower_targets = (
+            False  # in this iteration: lower classes' TBT targets do not count
+        )
         highest = PRIORITIES.index(ageing_to)
         self._class_queue = ClassQueue(self.deadline, ageing, self.clock, highest)
         self.waiting = cast("deque[Request]", self._class_queue)  # what is used of one
@@ -171,6 +176,8 @@ class Priority(Dynamic):
     def tbt_slo_of(self, decodes: list[Request]) -> float | None:
         if not decodes:
             return None
+        if self.ignores_lower_targets:
+            decodes = [request for request in decodes if self.aged_class(request) <= HIGH]
         targets = [request.service.tbt_slo for request in decodes if request.service.tbt_slo]
         if self.tbt_slo:
             targets.append(self.tbt_slo)
@@ -191,6 +198,7 @@ class Priority(Dynamic):
 
     def grow_decodes(self) -> list[Request]:
         """As in Scheduler, after the preemption of lower classes for requests at risk."""
+        self.ignores_lower_targets = False
         decodes = super().grow_decodes()
         while lower := self.in_the_way(decodes):
             self.preempt(max(lower, key=self.rank))
@@ -206,13 +214,32 @@ class Priority(Dynamic):
         head = self.waiting[0] if self.waiting else None
         urgent = [r for r in (head, *prefills) if r and r.service.priority <= HIGH]
         late = [request for request in urgent if self.is_late(request)]
-        no_budget = late and self.token_budget(decodes, prefills) <= len(decodes)
+        if late and not self.has_budget(decodes, prefills):
+            self.ignores_lower_targets = True  # their targets, rather than their memory
         lower: list[Request] = []
-        if self.too_slow(decodes) or no_budget:
+        if self.too_slow(decodes) or (late and not self.has_budget(decodes, prefills)):
             lower = self.lower_classes(decodes)
         if not lower and head and head in late and not self.room_for(head):
             lower = self.lower_classes(self.running)
+            if not self.would_fit(head, lower):
+                return []
         return lower
+
+    def has_budget(self, decodes: list[Request], prefills: list[Request]) -> bool:
+        """Whether any prefill fits beside these decodes."""
+        return self.token_budget(decodes, prefills) > len(decodes)
+
+    def would_fit(self, request: Request, victims: list[Request]) -> bool:
+        """Whether a waiting request has room once these have lost their memory."""
+        if len(self.running) - len(victims) >= self.max_batch:
+            return False
+        tables = Counter([page for victim in victims for page in victim.pages])
+        freed = {page for page, count in tables.items() if count == self.pages.ref_counts[page]}
+        cached_pages, needed_pages = self.plan_admission(request)
+        needed_pages += self.pages.count_free(cached_pages) + len(freed.intersection(cached_pages))
+        if len(victims) < len(self.running):
+            needed_pages += self.pages.total * self.watermark_percent // 100
+        return needed_pages <= self.pages.num_free + len(freed)
 
     def is_late(self, request: Request) -> bool:
         """Whether half its TTFT target has gone."""
@@ -231,9 +258,12 @@ class Priority(Dynamic):
         return [request for request in requests if self.aged_class(request) > HIGH]
 
     def admit(self) -> Request | None:
-        """As in Dynamic, but a lower class waits if it would make the decodes too slow."""
+        """As in Dynamic, but a lower class waits if it would make the decodes too slow, or has lost
+        its memory in this iteration."""
         if self.waiting:
             head = self.waiting[0]
+            if self.running and head.id in self.preempted:
+                return None
             if self.aged_class(head) > HIGH and self.too_slow([*self.running, head]):
                 return None  # it would be preempted as soon as all these requests decode
         return super().admit()

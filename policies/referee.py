@@ -1,7 +1,7 @@
 """The rules that every policy keeps, and a referee that names the first rule a policy breaks.
 
 A `Referee` watches a scheduler: after every change it applies the rules, one function each. Plain
-Python. Read first: template.py, custom.py. Read next: lab/simulator/referee.py, which simulates
+Python. Read first: template.py. Read next: lab/simulator/referee.py, which simulates
 loads under a referee, and exercises/, which does without a simulator.
 """
 
@@ -10,10 +10,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from policies.custom import PolicyError, comes_next, limits_of
 from policies.observers import Observer
 from policies.pages import CachedPages
-from request import Batch, Request
+from request import Batch, Chunk, Request
 from scheduler import Scheduler
 
 RULES = (
@@ -22,6 +21,7 @@ RULES = (
     "no page leaked",
     "chunks",
     "no decode dropped",
+    "in order",
     "everybody ends",
 )
 
@@ -35,7 +35,6 @@ class Violation:
     rule: str  # one of RULES
     request: str  # id, or ids; empty: no request is concerned
     observation: str
-    error: BaseException | None = None  # what the policy raised, if that ended it
 
     @property
     def sentence(self) -> str:
@@ -46,7 +45,7 @@ class Violation:
         return f"the rule {self.rule!r} is broken: {self.observation} ({place})"
 
 
-class BrokenRuleError(PolicyError):
+class BrokenRuleError(ValueError):
     """Ends a run at its first violation."""
 
     def __init__(self, violation: Violation) -> None:
@@ -59,7 +58,6 @@ class Breach(NamedTuple):
 
     request: object  # id, or ids; None: no request is concerned
     observation: str
-    error: BaseException | None = None  # what the policy raised, if that is what is wrong
 
 
 def nothing_lost(scheduler: Scheduler, requests: Sequence[Request]) -> Iterator[Breach]:
@@ -110,6 +108,17 @@ def no_page_leaked(scheduler: Scheduler) -> Iterator[Breach]:
             yield Breach(owners, f"page {page} is in {tables}")
 
 
+def token_limit(request: Request, page_size: int) -> int:
+    """How many tokens of a request can be computed: those that are known and have memory."""
+    return min(len(request.tokens), len(request.pages) * page_size)
+
+
+def comes_next(chunk: Chunk, page_size: int) -> bool:
+    """Whether a chunk holds the next tokens of its request, and they have memory."""
+    request = chunk.request
+    return chunk.start == request.num_computed < chunk.end <= token_limit(request, page_size)
+
+
 def chunks_come_next(
     scheduler: Scheduler, batch: Batch, admitted: Collection[int] = ()
 ) -> Iterator[Breach]:
@@ -128,7 +137,8 @@ def chunks_come_next(
         is_running = request in scheduler.running
         is_next = comes_next(chunk, pages.page_size)
         if not is_running or not is_next or request in has_chunk:
-            observation = f"{length} tokens from {start}: {limits_of(request, pages.page_size)}"
+            limits = f"{request.num_computed} are computed, {token_limit(request, pages.page_size)}"
+            observation = f"{length} tokens from {start}: {limits} can be"
             if request in has_chunk:
                 observation += ", and it has another"
             yield Breach(request.id, observation)
@@ -155,6 +165,19 @@ def no_decode_dropped(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
             yield Breach(request.id, f"waits while {decoding}")
 
 
+def in_order(scheduler: Scheduler, admitted: Collection[int]) -> Iterator[Breach]:
+    """A request that has lost its memory is admitted before those that arrived after it.
+
+    Policies that order their queue otherwise say so: `reorders = True`."""
+    if scheduler.reorders:
+        return
+    victims = [request for request in scheduler.waiting if request.preemptions]
+    for request in scheduler.running:
+        for victim in victims if request.id in admitted else ():
+            if (victim.arrival, victim.id) < (request.arrival, request.id):
+                yield Breach(victim.id, f"was preempted, and request {request.id} goes before it")
+
+
 def everybody_ends(
     requests: Sequence[Request], batch: Batch, tokens_in_vain: int
 ) -> Iterator[Breach]:
@@ -179,7 +202,6 @@ class Referee(Observer):
         self.admitted: set[int] = set()  # and of those admitted for the batch that is decided
         self.have_run: set[int] = set()  # and of all that ever ran
         self.wasteful = ""  # the first time that a request was admitted for nothing, in words
-        self.has_batch = False  # which was decided, and not advanced
         scheduler.observers.append(self)
 
     def added(self, scheduler: Scheduler, request: Request) -> None:
@@ -189,27 +211,13 @@ class Referee(Observer):
     def decided(self, scheduler: Scheduler, batch: Batch) -> None:
         """Apply all rules to the next batch."""
         self.iterations += 1
-        self.has_batch = True
         self._check_requests()
         self._check_batch(batch)
 
     def advanced(self, scheduler: Scheduler, batch: Batch) -> None:
         """Apply the rules that hold at any time: requests that end give their pages back."""
-        self.has_batch = False
         self.admitted = set()
         self._check_requests()
-
-    def violation_of(self, error: PolicyError) -> Violation:
-        """What ended a run, as the violation of a rule in an iteration."""
-        if isinstance(error, BrokenRuleError):
-            return error.violation
-        if not self.has_batch:
-            self.iterations += 1  # it was to make one
-        cause = error.__cause__
-        if cause is None:  # of check_batch
-            return self._broken("chunks", Breach(None, str(error), error)).violation
-        raised = f"{error}, in {error.place or 'schedule()'}"
-        return self._broken("everybody ends", Breach(None, raised, cause)).violation
 
     def _broken(self, rule: str, breach: Breach) -> BrokenRuleError:
         """The error for a rule that is broken in this iteration."""
@@ -220,7 +228,6 @@ class Referee(Observer):
                 rule=rule,
                 request="" if breach.request is None else str(breach.request),
                 observation=breach.observation,
-                error=breach.error,
             )
         )
 
@@ -244,6 +251,7 @@ class Referee(Observer):
         self.running = running
         self._expect_none("chunks", chunks_come_next(self.scheduler, batch, self.admitted))
         self._expect_none("no decode dropped", no_decode_dropped(self.scheduler, batch))
+        self._expect_none("in order", in_order(self.scheduler, self.admitted))
         if any(chunk.yields_token for chunk in batch):
             self.tokens_in_vain = 0
         else:

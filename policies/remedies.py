@@ -4,10 +4,10 @@ Each is a small change of a policy in scheduler.py or today.py, and names where 
 `python bench.py today` shows what it gains and what it costs. Read first: today.py."""
 
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
-from itertools import accumulate, islice
-from typing import Any
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, islice
+from typing import Any, cast
 
 from policies.cards import card
 from policies.pages import CachedPages
@@ -165,9 +165,13 @@ class ShortestUncached(SarathiServe):
 
     A prompt that has begun leaves budget to shorter ones that wait, but gets at least a page a
     batch. Short prompts, and long ones whose beginning is cached, do not wait behind a long one;
-    under overload a long one waits long. Looks at the first WINDOW of the queue.
+    under overload a long one waits long. Looks at the first WINDOW of the queue. The budget is left
+    to all shorter ones, in SGLang to those that fit whole: with `chunk=4 page_size=1`, 10+1 and
+    later 2+1 2+1 give `0:4 | 0:1 1:2 2:1`, theirs `0:4 | 0:2 1:2`. Neither asks if there is memory.
     Source: SGLang's --schedule-policy shortest-prefill-first (sgl-project/sglang PR #40024),
     python/sglang/srt/managers/schedule_policy.py @00550cd1, `shortest_prefill_chunk_limit`."""
+
+    reorders = True
 
     def schedule(self) -> Batch:
         batch = Batch(self.chunk)
@@ -253,6 +257,8 @@ class WaitForPrefix(SarathiServe):
     Source: TensorRT-LLM cpp/tensorrt_llm/batch_manager/capacityScheduler.cpp @02a10fed,
     `beneficialToSkip`; SGLang's in-batch prefix caching is alike."""
 
+    reorders = True
+
     def admit(self) -> Request | None:
         pages = self.pages
         if not isinstance(pages, CachedPages) or not self.waiting:
@@ -277,6 +283,59 @@ class WaitForPrefix(SarathiServe):
         return hashes
 
 
+class UserQueue:
+    """A queue with a counter of each user. First is the first request of the user with the least.
+
+    It has the methods of a deque that a scheduler uses. Counters belong to it, as all schedulers of
+    a pipeline share one queue."""
+
+    def __init__(self) -> None:
+        self.served: dict[str, float] = {}  # the counter of each user
+        self._turns: dict[str, int] = {}  # of equals, the user who is known longest is served first
+        self._waiting: dict[str, OrderedDict[Request, None]] = {}  # of users with any
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain.from_iterable(self._waiting.values())
+
+    def __getitem__(self, index: int) -> Request:
+        """queue[0] is the first request. No other is asked for."""
+        user = min(self._waiting, key=lambda user: (self.served[user], self._turns[user]))
+        return next(iter(self._waiting[user]))
+
+    def append(self, request: Request) -> None:
+        """Let a request join. Its user, if none of his waits, is lifted to the least of others."""
+        user = request.service.user
+        served = self.served.get(user, 0.0)
+        if self._waiting and user not in self._waiting:
+            served = max(served, min([self.served[other] for other in self._waiting]))
+        self.served[user] = served
+        self._turns.setdefault(user, len(self._turns))
+        self._waiting.setdefault(user, OrderedDict())[request] = None
+
+    def appendleft(self, request: Request) -> None:
+        """Let a request join before the others of its user."""
+        requests = self._waiting.setdefault(request.service.user, OrderedDict())
+        requests[request] = None
+        requests.move_to_end(request, last=False)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out of the queue."""
+        user = request.service.user
+        del self._waiting[user][request]
+        if not self._waiting[user]:
+            del self._waiting[user]
+
+    def clear(self) -> None:
+        """Take all requests out of the queue."""
+        self._waiting.clear()
+
+
 @card(
     "vtc",
     "#a297d8",
@@ -293,31 +352,22 @@ class VTC(SarathiServe):
     Source: arXiv 2401.00588; Ying1123/VTC-artifact slora/server/router/vtc_req_queue.py @14c19b70,
     with equal weights. A prompt that is computed again after a preemption is not counted again."""
 
+    reorders = True
     PROMPT_PRICE = 1
     OUTPUT_PRICE = 2
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.served: defaultdict[str, float] = defaultdict(float)  # the counter of each user
+        self.waiting = cast("deque[Request]", UserQueue())  # what is used of one
 
-    def add(self, request: Request) -> None:
-        users = {waiting.service.user for waiting in self.waiting}
-        if users and request.service.user not in users:
-            least_served = min([self.served[user] for user in users])
-            self.served[request.service.user] = max(self.served[request.service.user], least_served)
-        self.served[request.service.user] += 0  # known from now on: the first of equals is served
-        super().add(request)
+    def count(self, request: Request, price: float) -> None:
+        """Let the counter of a request's user grow."""
+        cast("UserQueue", self.waiting).served[request.service.user] += price
 
     def admit(self) -> Request | None:
-        if self.waiting and len(self.running) < self.max_batch:
-            firsts: dict[str, Request] = {}
-            for request in self.waiting:
-                firsts.setdefault(request.service.user, request)
-            users = [user for user in self.served if user in firsts]
-            move_to_front(self, firsts[min(users, key=self.served.__getitem__)])
         request = super().admit()
         if request and not request.preemptions:
-            self.served[request.service.user] += self.PROMPT_PRICE * request.prompt_len
+            self.count(request, self.PROMPT_PRICE * request.prompt_len)
         return request
 
     def advance(
@@ -325,5 +375,5 @@ class VTC(SarathiServe):
     ) -> list[tuple[Request, int]]:
         moved = super().advance(batch, tokens, now)
         for request, _ in moved:
-            self.served[request.service.user] += self.OUTPUT_PRICE
+            self.count(request, self.OUTPUT_PRICE)
         return moved

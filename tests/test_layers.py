@@ -12,7 +12,8 @@ import pytest
 from tests.helpers import ROOT, repository
 
 LOW = "runtime.files runtime.torchrun runtime.memory"
-PLANNING = f"pretrained.presets config request kv_cache bookkeeping scheduler policies {LOW}"
+SHARED = "request scheduler policies"
+PLANNING = f"pretrained.presets config {SHARED} kv_cache bookkeeping parallel.micro_batches {LOW}"
 CACHE = "config request kv_cache"
 MODEL = "pretrained attention model sampling"
 ENGINE = f"{PLANNING} {MODEL} runtime.text runtime engine torch"
@@ -25,6 +26,7 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "bookkeeping": "request kv_cache",
     "scheduler": "request bookkeeping",
     "policies": "config request kv_cache scheduler",
+    "parallel.micro_batches": SHARED,
     "runtime.files": "",
     "runtime.torchrun": "",
     "runtime.memory": "config kv_cache runtime.torchrun",
@@ -39,9 +41,9 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "parallel": ENGINE,
     "lab.measure": f"{ENGINE} parallel",
     "lab.simulator": f"{ENGINE} lab.measure",
-    "page": "request scheduler policies runtime.files",
+    "page": f"{SHARED} parallel.micro_batches runtime.files",
     "cli": f"{ENGINE} parallel",
-    "lab.pictures": "request policies lab.measure runtime.files cli",
+    "lab.pictures": "request policies parallel.micro_batches lab.measure runtime.files cli",
     "lab.claims": f"{LIBRARIES} cli lab.pictures",
     "server": f"{ENGINE} parallel page cli",
     "exercises": f"{PLANNING} page cli",

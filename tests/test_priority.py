@@ -396,3 +396,32 @@ def test_an_overload_with_little_memory_ends_and_recomputes_little(ageing, seed)
         assert max(waited[:NORMAL]) < 0.25 * waited[LOW]
     else:  # in an overload all end up in one class: the longest wait is not the low ones' alone
         assert waited[LOW] < 2 * waited[REALTIME]
+
+
+def test_nobody_is_preempted_in_vain():
+    """5 pages are free then, and 6 are needed: the low one would end in vain."""
+    low, high = request(0, LOW, 2, 4), request(1, HIGH, 4, 8)
+    sim = simulation(low, high, pages=12, page_size=1, chunk=8, max_len=12)
+    sim.step()
+    sim.add(request(2, REALTIME, 6, 2, sim.now, ttft_slo=1e-3))
+    while not low.finish_reason:
+        sim.step()
+    assert low.preemptions == 0
+
+
+def test_a_target_of_a_lower_class_is_given_up_rather_than_its_memory():
+    low = request(0, LOW, 2, 6, tbt_slo=0.0115)
+    sim = simulation(low, pages=64, page_size=1, chunk=16, max_len=12)
+    sim.step()
+    sim.add(request(1, REALTIME, 4, 2, sim.now - 1, ttft_slo=0.01))
+    assert step(sim) == [0, 1]
+    assert low.preemptions == 0
+
+
+def test_a_victim_is_not_let_in_again_by_the_batch_that_it_lost_its_memory_for():
+    low = request(0, LOW, 2, 6)
+    sim = simulation(low, pages=64, page_size=1, chunk=16, max_len=12, tbt_slo=0.0115)
+    sim.step()
+    sim.add(request(1, REALTIME, 4, 2, sim.now - 1, ttft_slo=0.01))
+    assert step(sim) == [1]
+    assert low.preemptions == 1

@@ -6,8 +6,8 @@ import pytest
 
 from config import EngineConfig
 from kv_cache import Pages
+from parallel.micro_batches import MicroBatches
 from policies import POLICIES, make_scheduler, scheduler_of
-from policies.micro_batches import MicroBatches
 from policies.observers import chunk_records
 from policies.pages import make_pages
 from request import Batch, Request, Service

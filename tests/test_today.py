@@ -1,6 +1,7 @@
 """What today's engines decide, and what their users ask for: each policy keeps its rule."""
 
 from ast import literal_eval
+from collections import deque
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import groupby
@@ -226,6 +227,8 @@ def test_vllm_v1_decides_what_a_model_of_its_rule_decides(loads):
 
 # policy (options), a load = the chunks of each iteration; ... stands for the others
 RULES = """
+vllm-v1 long_prefill_token_threshold=1 prefill_schedule_interval=2 chunk=2 max_batch=2 pages=4 \
+    page_size=1 max_len=4, 3+1 2+2 = 0:1 1:1 x2 | 0:1 | 1:2 | 1:d  # who decodes loses its memory
 vllm-v1 chunk=8, 5+3 12+2 = 0:5 1:3 | 0:d 1:7 | 0:d 1:2 | 1:d  # decodes inside the budget
 vllm-v1 chunk=2, 1+3 1+3 1+3 = 0:1 1:1 | 0:d 1:d x2 | 2:1 | 2:d x2  # nobody beyond it
 vllm-v1 chunk=8 long_prefill_token_threshold=3, 5+1 9+1 = 0:3 1:3 | 0:2 1:3 | 1:3  # the cap
@@ -249,6 +252,9 @@ nano-vllm chunk=4, 6+2 3+2 1+2 = 0:4 | 0:2 | 1:3 2:1 | 0:d 1:d 2:d  # only the f
 nano-vllm chunk=4, 2+2 3+2 2+2 = 0:2 | 1:3 | 2:2 | 0:d 1:d 2:d  # others go whole, in order
 equal-progress chunk=8, 9+1 3+1 9+1 = 1:2 0:3 2:3 | 1:1 0:3 2:4 | 2:2 0:3  # equal shares
 equal-progress max_prefills=1 chunk=8, 12+1 3+1 = 0:8 | 0:4 | 1:3
+shortest-uncached page_size=1 chunk=4, 10+1 2+1@1 2+1@1 = 0:4 | 0:1 1:2 2:1 | 2:1 0:3 | 0:2
+sglang page_size=1 pages=602 max_len=602 max_batch=2 chunk=8, 1+601 1+400@601 1+400@601 = \
+    0:1 | 0:d x600 | 1:1 | ...  # the ratio begins anew after a pause
 shortest-uncached chunk=8, 12+1 3+1 2+1 = 2:2 1:3 0:3 | 0:8 | 0:1
 threshold-under-contention chunk=8, 20+1 = 0:8 x2 | 0:4  # alone it has all
 threshold-under-contention chunk=8, 20+1 3+1 = 0:2 1:2 | 0:2 1:1 | 0:8 x2
@@ -437,7 +443,7 @@ def test_vtc_serves_the_user_with_the_fewest_tokens():
     for user in "aaab":
         world.add(6, 2, user=user)
     assert world.run() == "0:6 | 0:d | 3:6 | 3:d | 1:6 | 1:d | 2:6 | 2:d"
-    served = world.scheduler.served
+    served = world.scheduler.waiting.served
     assert served == {"a": 3 * (6 + 2 * 2), "b": 6 + 2 * 2}
     world.add(6, 2, user="a")
     world.add(6, 2, user="c")  # new: lifted to the least of those that wait
@@ -451,3 +457,31 @@ def test_vtc_is_fair_between_the_users_of_an_engine():
     for user in "aaab":
         engine.add_request([1, 2, 3], SamplingParams(2), user=user)
     assert list(completions_of(finish(engine))) == [0, 3, 1, 2]
+
+
+class Counting(deque):
+    """A queue that counts how many of its requests were looked at."""
+
+    looked_at = 0
+
+    def __iter__(self):
+        for request in super().__iter__():
+            self.looked_at += 1
+            yield request
+
+
+@pytest.mark.parametrize("policy", ["hf", "sarathi-serve"])
+def test_a_decision_looks_at_few_of_those_that_wait(policy):
+    world = World(policy, " ".join(["9+9"] * 1000), max_batch=2)
+    queue = world.scheduler.waiting = Counting(world.scheduler.waiting)
+    world.step()
+    world.step()
+    assert len(world.scheduler.running) == 2 and queue.looked_at <= 4
+
+
+def test_vtc_looks_at_users_and_not_at_their_requests(monkeypatch):
+    world = World("vtc", max_batch=2)
+    for number in range(1000):
+        world.add(9, user="ab"[number % 2])
+    monkeypatch.setattr(type(world.scheduler.waiting), "__iter__", None)
+    assert world.step() == "0:8"

@@ -29,7 +29,7 @@ from lab.simulator.devices import LINKS
 from lab.simulator.machine import base_of
 from lab.simulator.pools import KVLink, simulate_pools
 from lab.simulator.simulation import Simulated, bubble_kinds
-from policies.micro_batches import StageRun
+from parallel.micro_batches import StageRun
 from policies.pools import Pools
 
 

@@ -25,7 +25,7 @@ from lab.measure.batch_times import (
 from lab.measure.capacity import time_steadily
 from lab.measure.machine_info import measure_machine
 from lab.measure.token_budget import Case, Profiled
-from parallel import runner_for
+from parallel.stages import runner_for
 from runtime.runner import Runner
 
 NUMBER = r"([1-9]\d{0,6})"

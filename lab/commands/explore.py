@@ -31,7 +31,6 @@ from page.html import Costs, Editor, RowCosts, packed_inline, page
 from page.records import Recorder
 from page.site import write_packed, write_runs
 from policies.pools import Pools
-from policies.trial import broken_rules, mark_broken
 from runtime.files import new_file
 
 TRACE = Path(__file__).parents[1] / "claims" / "a_to_d.csv"  # A and B, then C and D
@@ -105,12 +104,7 @@ def main(policies: str = "", *, options: ExploreOptions = ExploreOptions()) -> N
     cost = CostModel.named(MODEL)
     slo_s = slo_seconds("strict", base_of(cost, MAX_LEN, BASE_CHUNK))
     loads = make_loads(cost, options.requests)
-    own = split_names(policies)
-    violations = broken_rules(own)
-    names = {
-        mark_broken(short_name, violations[name].rule if name in violations else None): name
-        for short_name, name in short_names([*own, *POLICIES]).items()
-    }
+    names = short_names([*split_names(policies), *POLICIES])
     remedies = {name: name for name in REMEDIES if name not in names}
     recorders = simulate_all(names, remedies, loads, slo_s)
     html = options.html
@@ -138,8 +132,6 @@ def main(policies: str = "", *, options: ExploreOptions = ExploreOptions()) -> N
         editor=editor_info,
     )
     write_text(html, text)
-    for violation in violations.values():
-        print(violation.sentence)
     if options.site is None:
         wrote_page(html)
     else:

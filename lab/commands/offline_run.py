@@ -35,7 +35,7 @@ from lab.measure.offline_load import OfflineLoad, policy_runs, run_policies
 from lab.measure.run_loop import Run
 from lab.measure.run_plan import run_plan
 from model import GPT, GPTConfig
-from parallel import runner_for
+from parallel.stages import runner_for
 
 CPU_LAYERS = 2  # of a geometry on a CPU: each layer does the same work
 CPU_S = 12  # of the pairs in CPU time

@@ -22,15 +22,8 @@ from exercises.report import answer_question, describe_details, draw_page
 from lab.explore.runs import Load, record_run
 from lab.measure.run_plan import goes_by_chunk
 from page.records import Record, Recorder
-from policies.custom import (
-    MissingPolicyError,
-    PolicyError,
-    guarded,
-    load_policy,
-    one_line,
-    where_it_failed,
-)
-from policies.referee import Referee, Violation
+from policies.custom import load_policy
+from policies.referee import BrokenRuleError, Referee
 from scheduler import Scheduler
 
 FILE = "my_policy.py"  # the name of the source in messages
@@ -111,17 +104,15 @@ def run_policy(question: RunQuestion, file: Path) -> RunAnswer:
     reply = RunAnswer(problem="", policy="", has_chunk=False, settings={}, records=[], printed="")
     recorder = RefereedRecorder()
     try:
-        with guarded():
-            name = last_policy(file)
-            reply["policy"] = name.rpartition(":")[2]
-            reply["has_chunk"] = goes_by_chunk(name)
-            load = Load.from_json(question["load"])
-            record_run(name, question["chunk"], load, question["slo_s"], recorder)
-    except PolicyError as error:
-        if recorder.referee is not None:
-            reply["problem"] = describe_violation(recorder.referee.violation_of(error))
-        else:
-            reply["problem"] = f"{error.place}: {error}" if error.place else str(error)
+        name = last_policy(file)
+        reply["policy"] = name.rpartition(":")[2]
+        reply["has_chunk"] = goes_by_chunk(name)
+        load = Load.from_json(question["load"])
+        record_run(name, question["chunk"], load, question["slo_s"], recorder)
+    except BrokenRuleError as error:
+        reply["problem"] = str(error)
+    except Exception as error:
+        reply["problem"] = describe_error(error)
     reply["settings"] = recorder.settings
     reply["records"] = recorder.records
     return reply
@@ -130,24 +121,27 @@ def run_policy(question: RunQuestion, file: Path) -> RunAnswer:
 def last_policy(file: Path) -> str:
     """The name for find_policy of the last Scheduler subclass that a file defines.
 
-    Raises PolicyError if there is none, and what the file raises."""
+    Raises ValueError if there is none, and what the file raises."""
     module = ast.parse(file.read_text("utf-8"), str(file))
     classes = [node.name for node in module.body if isinstance(node, ast.ClassDef)]
     for class_name in reversed(classes):
-        with suppress(MissingPolicyError):
+        with suppress(ValueError):
             load_policy(str(file), class_name)
             return f"{file}:{class_name}"
-    raise PolicyError(f"{FILE}: no policy in it: begin with `class Mine(SarathiServe):`")
+    raise ValueError("no policy in it: begin with `class Mine(SarathiServe):`")
 
 
-def describe_violation(violation: Violation) -> str:
-    """A violation in one line: the broken rule, or what the policy raised, and when."""
-    error = violation.error
-    if error is None:
-        return violation.sentence
-    place = where_it_failed(error) or FILE
-    message = one_line(f"{type(error).__name__}: {error}")
-    return f"{place}: {message} (iteration {violation.iteration})"
+def describe_error(error: Exception) -> str:
+    """What the source raised, with its last line in the traceback."""
+    lines = [
+        line
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename.endswith(FILE)
+    ]
+    if isinstance(error, SyntaxError) and error.lineno:
+        lines = [error.lineno]
+    place = f"{FILE} line {lines[-1]}" if lines else FILE
+    return f"{place}: {type(error).__name__}: {error}"
 
 
 def check_exercise(number: int, file: Path) -> ExerciseAnswer:

@@ -43,6 +43,8 @@ FILES = (  # relative to ROOT
     "lab/simulator/cost_model.py",
     "lab/simulator/devices.py",
     "lab/simulator/simulation.py",
+    "parallel/__init__.py",
+    "parallel/micro_batches.py",
     "policies/*.py",
     "pretrained/__init__.py",
     "pretrained/presets.py",

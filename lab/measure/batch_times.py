@@ -19,8 +19,8 @@ from torch import Tensor
 from lab.measure import timing
 from lab.measure.machine_info import RealMachineInfo
 from model import GPT, FlatBatch
-from parallel import runner_for
 from parallel.shard import Shard, stages_of
+from parallel.stages import runner_for
 from request import Chunk, lone_chunk
 from runtime.runner import Runner
 

@@ -19,7 +19,7 @@ from lab.measure.run_loop import Run
 from lab.measure.token_budget import MAX_DELAY_S, Case, Profiled, TimedRunner
 from lab.measure.workload import Arrival
 from model import GPT
-from parallel import runner_for
+from parallel.stages import runner_for
 from policies.pools import Sent
 from request import Request
 
@@ -142,21 +142,18 @@ class JudgedRun(RunSummary, Verdict):
     refused: int
     cut_short: str | None
     drift: float
-    broken_rule: str | None = None  # of a policy from a file, see policies/referee.py
     link: LinkSummary | None = None  # of two pools
 
 
 def judge(
     run: Run,
     tbt_slo_s: float,
-    broken_rule: str | None = None,
     *,
     ttft_slo_s: float = MAX_DELAY_S,
     rate_counts: bool = True,
 ) -> JudgedRun:
     """Summarize a Run, and find out whether it met an SLO of P99 TBT in seconds. A run that was cut
-    short did not, as everything before the cut may have ended well. Nor did a run of a policy that
-    breaks a rule, such as one that lets some decodes wait for ever. Only goodput depends on
+    short did not, as everything before the cut may have ended well. Only goodput depends on
     `ttft_slo_s`. See metrics.missed for `rate_counts`."""
     summary = metrics.summarize_run(run.completions, run.iterations, run.seconds, tbt_slo_s)
     link = LinkSummary.of(run.transfers)
@@ -164,8 +161,6 @@ def judge(
     waited_s = link.waited_s.p50 if link else None
     if waited_s and waited_s > MAX_DELAY_S and not missed:
         missed = f"median wait of {waited_s:,.2f} s for memory on the decode side"
-    if broken_rule:
-        missed = f"the rule {broken_rule!r} is broken"
     return JudgedRun(
         **vars(summary),
         goodput_per_s=metrics.goodput(
@@ -175,7 +170,6 @@ def judge(
         refused=run.refused,
         cut_short=run.cut_short,
         drift=run.drift,
-        broken_rule=broken_rule,
         link=link,
         missed=missed,
         busy=run.drift > measure.BUSY,

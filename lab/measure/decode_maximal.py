@@ -18,7 +18,7 @@ from lab.measure.batch_times import (
 )
 from lab.measure.machine_info import RealMachineInfo
 from model import GPT
-from parallel import runner_for
+from parallel.stages import runner_for
 
 REPEATS = 7
 LIMIT_S = 12  # a slow machine is timed less often

@@ -15,8 +15,7 @@ from lab.measure import timing as measure
 from lab.measure.arrival import Arrival
 from lab.measure.run_loop import LoadRun, Recorder, Run, no_progress
 from model import GPT
-from parallel import engine_for
-from parallel.stages import ParallelEngine
+from parallel.stages import ParallelEngine, engine_for
 from policies.observers import Iteration
 from sampling import SamplingParams
 

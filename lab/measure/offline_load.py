@@ -17,8 +17,8 @@ from lab.measure.load_run import Clock, EngineServer
 from lab.measure.run_loop import LoadRun, Recorder, Run
 from lab.measure.run_plan import run_plan
 from model import GPT
-from parallel import engine_for
 from parallel.shard import stages_of
+from parallel.stages import engine_for
 
 BASE = "request-level"  # gains are over its throughput
 

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
 from lab.pictures import style
-from policies.micro_batches import StageRun
+from parallel.micro_batches import StageRun
 
 LEGEND = {
     style.PREFILL: "prefill only",

@@ -19,8 +19,8 @@ from lab.measure.workload import Arrival
 from lab.simulator.cost_model import Cost, CostModel
 from lab.simulator.devices import Link
 from lab.simulator.simulation import Simulated, Simulation, run_simulation
+from parallel.micro_batches import StageTime
 from policies import pages_of
-from policies.micro_batches import StageTime
 from policies.observers import Iteration
 from policies.pools import Pools, PrefillInstance, Sent, Transfer, TwoPools
 from request import Event

@@ -3,8 +3,8 @@
     violation = check_policy("my_policy.py:Eager").violation
 
 `check_policy` simulates loads of all classes, with ample and with tight memory, with small and
-large chunks, with and without prefix caching. Read first: policies/referee.py and trial.py, whose
-smaller loads other commands simulate. Read next: simulation.py.
+large chunks, with and without prefix caching. Read first: policies/referee.py. Read
+next: simulation.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,10 +20,9 @@ from lab.simulator.machine import base_of
 from lab.simulator.random_loads import RandomLoad, random_load
 from lab.simulator.simulation import simulate
 from policies import find_policy
-from policies.custom import PolicyError
 from policies.observers import Iteration
 from policies.priority import PRIORITIES
-from policies.referee import RULES, Referee, Violation
+from policies.referee import RULES, BrokenRuleError, Referee, Violation
 from scheduler import Scheduler
 
 MODEL = "llama3-8b"  # on one simulated A100, which gets more requests than it can serve
@@ -35,13 +34,14 @@ PAGE_SIZE = 64
 MEMORY = {"ample": 24, "tight": 5}  # how many requests of MAX_LEN fit
 LOAD = 1.6  # the rate of arrivals, as a multiple of the highest rate that is possible
 BASE_CHUNK = 512  # of the iteration that measures how fast prefills are
+STARVES = 1.4  # times the longest wait for a first token under sarathi-serve
 
 
 def rules_of(policy: str) -> list[str]:
     """The rules that hold for a policy. Raises ValueError if there is no such policy."""
-    if find_policy(policy).drops_decodes:
-        return [rule for rule in RULES if rule != "no decode dropped"]
-    return list(RULES)
+    cls = find_policy(policy)
+    left_out = {"no decode dropped": cls.drops_decodes, "in order": cls.reorders}
+    return [rule for rule in RULES if not left_out.get(rule)]
 
 
 class Referees:
@@ -55,12 +55,6 @@ class Referees:
         """Watch each of these schedulers."""
         self.referees = [Referee(scheduler, self.policy) for scheduler in schedulers]
 
-    def violation_of(self, error: PolicyError) -> Violation:
-        """What ended the run, as the violation of a rule. Raises the error if nothing had begun."""
-        if not self.referees:
-            raise error
-        return self.referees[0].violation_of(error)
-
     def add(self, iteration: Iteration) -> None:
         """Referees watch the schedulers, not what comes of them."""
 
@@ -72,6 +66,11 @@ class Verdict:
     iterations: int  # that kept all rules
     violation: Violation | None  # the first; None if all rules were kept
     wasteful: str = ""  # what breaks no rule and helps nobody, in words; "" if there is nothing
+    ttfts_s: Sequence[float] = ()  # of all requests
+
+    def starves(self, other: "Verdict") -> bool:
+        """Whether some request waits much longer for its first token than any under the other."""
+        return max(self.ttfts_s) > STARVES * max(other.ttfts_s)
 
 
 def check_policy(policy: str) -> Verdict:
@@ -116,12 +115,14 @@ def check_loads(loads: Iterable[tuple[str, RandomLoad]]) -> Verdict:
     cost = CostModel.named(MODEL)
     iterations = 0
     wasteful = ""
+    ttfts_s: list[float] = []
     for name, load in loads:
         referees = Referees(name)
         try:
             simulation = simulate(cost, load.config, load.arrivals, load.prompts, recorder=referees)
-        except PolicyError as error:
-            return Verdict(iterations, referees.violation_of(error))
+        except BrokenRuleError as error:
+            return Verdict(iterations, error.violation)
         iterations += len(simulation.run.iterations)
         wasteful = wasteful or referees.referees[0].wasteful
-    return Verdict(iterations, None, wasteful)
+        ttfts_s += [request.ttft or 0.0 for request in simulation.run.completions]
+    return Verdict(iterations, None, wasteful, ttfts_s)

@@ -2,8 +2,8 @@
 
     simulated = simulate(CostModel(...), EngineConfig("vllm", ...), arrivals)
 
-Its pipelines are those of policies/micro_batches.py. No batch overtakes another, so that all times
-of a batch are known when it enters. Read first: scheduler.py, policies/micro_batches.py,
+Its pipelines are those of parallel/micro_batches.py. No batch overtakes another, so that all times
+of a batch are known when it enters. Read first: scheduler.py, parallel/micro_batches.py,
 lab/measure/run_loop.py, cost_model.py. Read next: lab/claims/pipelines.py."""
 
 import heapq
@@ -18,8 +18,8 @@ from config import EngineConfig
 from lab.measure.arrival import Arrival
 from lab.measure.run_loop import LoadRun, Run
 from lab.simulator.cost_model import Cost, CostModel, StageTimes
+from parallel.micro_batches import MicroBatches, StageRun, StageTime
 from policies import scheduler_of, with_tile
-from policies.micro_batches import MicroBatches, StageRun, StageTime
 from policies.observers import Iteration
 from policies.priority import make_service
 from request import Batch, Event, Request

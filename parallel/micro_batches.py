@@ -8,7 +8,7 @@ A *bubble* is the time that a stage has been idle when a batch reaches it. It is
 request in that batch (SARATHI §5.3). Idle time is no bubble while some micro-batch has no requests,
 nor before the stage's first batch after that.
 
-Read next: parallel/stages.py, lab/simulator/simulation.py."""
+Read next: stages.py, lab/simulator/simulation.py."""
 
 import math
 from collections import defaultdict, deque
