@@ -34,18 +34,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse_args(argv)
     from cli.columns import Columns
     from cli.loading import find_tokenizer, load_model
-    from pretrained.tokenizers import load_chat
     from sampling import SamplingParams
 
     sampling = f"temperature {options.temperature:g}, top-k {options.top_k}, top-p"
     computed = f"{options.model.dtype} on {options.model.device}, {sampling} {options.top_p:g}"
     tokenizer, model_options = find_tokenizer(options.model, computed)
     prompts = [tokenizer.encode(prompt) for prompt in options.prompts]
-    if options.chats:
-        apply_template = load_chat(model_options.model)
-        encode_chat = tokenizer.encode_chat or tokenizer.encode  # a template writes BOS itself
-        for chat in options.chats:
-            prompts.append(encode_chat(apply_template([{"role": "user", "content": chat}])))
+    for chat in options.chats:
+        prompts.append(tokenizer.encode_chat([{"role": "user", "content": chat}]))
     titles = [*options.prompts, *options.chats]
     texts = [*options.prompts, *("" for _ in options.chats)]
     max_len = max(len(prompt) for prompt in prompts) + options.max_new_tokens

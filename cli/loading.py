@@ -274,7 +274,7 @@ def _load_here(
     dtype: torch.dtype = getattr(torch, str(dtype_name))
     directory = None
     if options.model:
-        directory = checkpoints.find(options.model)
+        directory = options.model
         config = checkpoints.read_config(directory)
     else:
         config = GPTConfig.preset(options.preset or SMALL_PRESET)
@@ -283,8 +283,7 @@ def _load_here(
         config = replace(config, n_layer=options.layers)
     make_model: Callable[..., GPT] = GPT
     if ranks:
-        weights = checkpoints.fingerprint(directory) if directory else options.seed
-        _check_same_model(ranks, config, weights)
+        _check_same_model(ranks, config, options.seed)
         make_model = partial(Shard, ranks=ranks)
 
     empty = make_model(config, device="meta", dtype=dtype, seed=None)
@@ -296,11 +295,12 @@ def _load_here(
     if positions > config.max_positions:
         raise ValueError(f"{length}: this model is limited to {config.max_positions}")
 
-    model = make_model(config, device=device, dtype=dtype, seed=None if directory else options.seed)
-    if directory and isinstance(model, Shard):
-        model.load(directory)
-    elif directory:
-        checkpoints.load_weights(model, directory)
+    if directory:
+        model = make_model(config, device="meta", dtype=dtype, seed=None)
+        load = model.load if isinstance(model, Shard) else partial(checkpoints.load_weights, model)
+        load(directory, device)
+    else:
+        model = make_model(config, device=device, dtype=dtype, seed=options.seed)
     fast = find_fast()
     if fast and options.compile:
         fast.compile_layers(model)
@@ -309,30 +309,27 @@ def _load_here(
     return model
 
 
-def _check_same_model(ranks: Ranks, config: GPTConfig, weights: str | int) -> None:
-    """Raise ValueError on all ranks if one has another config or other weights than rank 0.
-    `weights` is the fingerprint of a checkpoint, or the seed of random weights."""
-    models = ranks.gather((config, weights))
+def _check_same_model(ranks: Ranks, config: GPTConfig, seed: int) -> None:
+    """Raise ValueError on all ranks if one has another config, or other random weights, than
+    rank 0."""
+    models = ranks.gather((config, seed))
     for rank, model in enumerate(models):
         if model != models[0]:
             raise ValueError(f"rank {rank} has another model, or other weights, than rank 0")
 
 
 def find_tokenizer(options: ModelOptions, computed: str = "") -> tuple[Tokenizer, ModelOptions]:
-    """The tokenizer of the model of these options, and the options with its directory or geometry.
+    """The tokenizer of the model of these options, and the options with its name or geometry.
 
     A checkpoint has its own tokenizer. A geometry has random weights, and its tokens are bytes.
-    That is said on stderr, and how a text is `computed`. Raises as checkpoints.find and
-    load_tokenizer."""
-    from pretrained import checkpoints
-    from pretrained.tokenizers import byte_tokenizer, load_tokenizer
+    That is said on stderr, and how a text is `computed`. Raises as load_tokenizer."""
+    from pretrained.tokenizers import ByteTokenizer, load_tokenizer
 
     if options.model:
-        directory = checkpoints.find(options.model)
-        tokenizer = load_tokenizer(directory)
+        tokenizer = load_tokenizer(options.model)
         if computed:
             print(f"# {options.name}: {computed}", file=sys.stderr)
-        return tokenizer, replace(options, model=str(directory))
+        return tokenizer, options
     noise = f"# {options.name} with random weights, the text will be noise"
     print(f"{noise}, {computed}" if computed else noise, file=sys.stderr)
-    return byte_tokenizer(), replace(options, preset=options.name)
+    return ByteTokenizer(), replace(options, preset=options.name)

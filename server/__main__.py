@@ -67,15 +67,19 @@ def default_sampling(model: str | None) -> SamplingParams:
     """How a text is sampled if the client says nothing: OpenAI's defaults, or a checkpoint's.
 
     Says on stderr what of a checkpoint's recommendation is not computed."""
-    from pretrained.tokenizers import read_sampling
+    from pretrained.tokenizers import generation_config
     from server.app import OPENAI_SAMPLING
 
-    sampling = read_sampling(model).model_dump(exclude_none=True)
-    penalty = sampling.pop("repetition_penalty", 1)
-    if penalty != 1:
+    if model is None:
+        return OPENAI_SAMPLING
+    config = generation_config(model)
+    penalty = config.repetition_penalty
+    if penalty not in (None, 1):
         message = f"generation_config.json: repetition_penalty={penalty} is not computed here"
         print(f"warning: {message}", file=sys.stderr, flush=True)
-    return replace(OPENAI_SAMPLING, **sampling)
+    recommended = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+    named = {name: value for name, value in recommended.items() if value is not None}
+    return replace(OPENAI_SAMPLING, **named)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -83,7 +87,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse_args(argv)
     from cli.loading import find_tokenizer
     from policies.trial import find_violation
-    from pretrained.tokenizers import load_chat
     from runtime.torchrun import find_place
     from server.app import Api
     from server.connections import Server
@@ -97,7 +100,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     violation = find_violation(options.policy)
     if violation:
         print(f"warning: {violation.sentence}", file=sys.stderr, flush=True)
-    chat = load_chat(options.model.model)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listener:
         # a signal ends the process at once while the engine's thread, which cannot be
@@ -109,7 +111,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             thread,
             tokenizer=tokenizer,
             name=name,
-            chat=chat,
             key=options.api_key,
             max_body=options.max_body,
             hosts=[options.host, *options.allowed_hosts],

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,8 +20,6 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from page.html import page
-from pretrained.chat import Chat
-from pretrained.checks import one_line, shorten
 from pretrained.tokenizers import Tokenizer
 from sampling import SamplingParams
 from server.checks import Gate, read_body
@@ -48,15 +47,14 @@ async def error_response(request: HttpRequest, error: Exception) -> Response:
 class Api:
     """The HTTP interface to an EngineThread, whose engine has no tokenizer of its own.
 
-    `chat` makes a prompt of messages, see load_chat. Clients must send `key`, if there is one, see
-    checks.Gate. A body has at most `max_body` bytes. `hosts` are names that clients may call this
-    server by, see checks.check_host. `sampling` has the defaults of temperature, top_p and top_k.
-    Web pages from `cors`, their origins, may call it."""
+    Clients must send `key`, if there is one, see checks.Gate. A body has at most `max_body` bytes.
+    `hosts` are names that clients may call this server by, see checks.check_host. `sampling` has
+    the defaults of temperature, top_p and top_k. Web pages from `cors`, their origins, may call
+    it."""
 
     thread: EngineThread
     tokenizer: Tokenizer
     name: str
-    chat: Chat
     key: str | None = None
     max_body: int = 2**20
     hosts: Collection[str] = ()
@@ -159,9 +157,7 @@ class Api:
         if body.model is not None:
             self.check_name(body.model)
         # in another thread, because it may take long
-        prompts = await asyncio.to_thread(
-            encode_prompts, body, self.tokenizer, self.chat, self.max_len
-        )
+        prompts = await asyncio.to_thread(encode_prompts, body, self.tokenizer)
         try:
             requests, events = await self.thread.call(
                 self.thread.add,
@@ -205,7 +201,7 @@ class Api:
             for token in special_tokens:
                 if token and token in stop:
                     inside = f"{token} is a special token, and never in a text"
-                    message = f"stop={shorten(stop)}: {inside}: stop at it alone"
+                    message = f"stop={stop!r}: {inside}: stop at it alone"
                     raise ApiError(400, message, "stop")
         return tuple(token_ids)
 
@@ -220,39 +216,31 @@ class Api:
         raise ApiError(400, message, param, TOO_LONG)
 
 
-def encode_prompts(
-    body: RequestBody, tokenizer: Tokenizer, chat: Chat, max_len: int
-) -> list[list[int]]:
+def encode_prompts(body: RequestBody, tokenizer: Tokenizer) -> list[list[int]]:
     """The tokens of a request's prompts, or of its messages. Raises ApiError."""
-    encode = tokenizer.encode
-    prompts = body.prompts
-    if isinstance(body, ChatRequest):
-        encode = tokenizer.encode_chat or encode  # a template writes BOS itself
-        prompts = [make_chat(body, chat)]
-    encoded: list[list[int]] = []
-    for prompt in prompts:
-        if not isinstance(prompt, str):
-            encoded.append(prompt)
-            continue
-        fewest_tokens = tokenizer.fewest_tokens(prompt)
-        if fewest_tokens >= max_len:  # certainly, so it is not encoded
-            message = f"{body.prompt_name} of at least {fewest_tokens} tokens: must be below"
-            raise ApiError(400, f"{message} {max_len}", body.prompt_name, TOO_LONG)
-        try:
-            encoded.append(encode(prompt))
-        except ValueError as error:
-            message = f"{body.prompt_name}: cannot be encoded: {error}"
-            raise ApiError(400, message, body.prompt_name) from error
-    return encoded
-
-
-def make_chat(body: ChatRequest, chat: Chat) -> str:
-    """The prompt that is made of messages. Raises ApiError."""
     try:
-        return chat(body.messages)
-    except ValueError as error:
-        message = str(error)  # names a field
-        if error.__cause__ is not None:  # the template raised it: the file is nobody's business
-            cause = error.__cause__
-            message = f"messages: no chat: {one_line(f'{type(cause).__name__}: {cause}')}"
-        raise ApiError(400, message, "messages") from error
+        if isinstance(body, ChatRequest):
+            return [tokenizer.encode_chat([plain_message(message) for message in body.messages])]
+        return [
+            tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts
+        ]
+    except Exception as error:  # whatever a template or tokenizer raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        message = f"{body.prompt_name}: cannot be encoded: {reason}"
+        raise ApiError(400, message, body.prompt_name) from error
+
+
+def plain_message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as a template reads it: without nulls, its content a text. Raises ValueError."""
+    content = message.get("content")
+    if content is None:
+        content = ""
+        if "tool_calls" not in message:
+            raise ValueError("content: must be a text")
+    if isinstance(content, list):
+        if any(part.get("type") != "text" for part in content):
+            raise ValueError("content: must be a text, or a list of parts of type text")
+        content = "".join(part["text"] for part in content)
+    fields = {name: value for name, value in message.items() if value is not None}
+    return {**fields, "role": message["role"], "content": content}

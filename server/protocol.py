@@ -318,7 +318,7 @@ class CompletionRequest(RequestBody):
 class ChatRequest(RequestBody):
     """The body of POST /v1/chat/completions."""
 
-    # what is in a message is checked by the chat, see pretrained/chat.py
+    # what is in a message is checked by app.plain_message
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool = False

@@ -12,7 +12,6 @@ from typing import Literal
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from pretrained.checks import refusing
 from pretrained.streams import TextStream, Writer
 from pretrained.tokenizers import Tokenizer
 from request import Event
@@ -110,14 +109,15 @@ class CompletionResponse(StreamingResponse):
             request = self.requests[index]
             self.output_tokens += 1
             try:
-                with refusing("the tokenizer failed"):
-                    if index not in writers:
-                        prompt = request.tokens[: request.prompt_len]
-                        stream = TextStream(self.tokenizer, prompt)
-                        writers[index] = Writer(stream, self.request_body.stops)
-                    piece = write_piece(writers[index], event)
-            except ValueError as error:
-                raise ApiError(500, str(error)) from error
+                if index not in writers:
+                    prompt = request.tokens[: request.prompt_len]
+                    stream = TextStream(self.tokenizer, prompt)
+                    writers[index] = Writer(stream, self.request_body.stops)
+                piece = write_piece(writers[index], event)
+            except Exception as error:
+                raise ApiError(
+                    500, f"the tokenizer failed: {type(error).__name__}: {error}"
+                ) from error
             if piece.finish_reason:
                 del running[request.id]
                 if not event.finish_reason:  # a stop string, of which the engine does not know
@@ -177,5 +177,5 @@ def write_piece(writer: Writer, event: Event) -> Piece:
     text, finish_reason = writer.push(event)
     tokens = []
     if event.finish_reason != "stop":  # a stop token is no part of the answer
-        tokens = [WrittenToken(writer.stream.token, offset, event.logprob)]
+        tokens = [WrittenToken(writer.stream.text.encode(), offset, event.logprob)]
     return Piece(text, tokens, finish_reason)

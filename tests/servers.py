@@ -14,15 +14,14 @@ import torch
 
 from engine import Engine
 from model import GPT, GPTConfig
-from pretrained.tokenizers import Tokenizer, load_chat
 from sampling import SamplingParams
 from server.app import Api
 from server.connections import Server
 from server.engine_thread import EngineThread
-from tests.helpers import tiny_model
+from tests.helpers import FakeTokenizer, tiny_model
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:!?-()"[:61]
-letters = Tokenizer(
+letters = FakeTokenizer(
     lambda text: [LETTERS.find(c) % 61 for c in text], lambda ids: "".join(LETTERS[i] for i in ids)
 )
 GREEDY = SamplingParams(20, logprobs=True)
@@ -55,7 +54,7 @@ def serving(model=None, tokenizer=letters, drain_s=1.0, step_s=0.0, api=None, **
     fetch = engine.runner.fetch
     if step_s:
         engine.runner.fetch = lambda *args: time.sleep(step_s) or fetch(*args)
-    api = Api(EngineThread(lambda: engine), tokenizer, "tiny", load_chat(None), **(api or {}))
+    api = Api(EngineThread(lambda: engine), tokenizer, "tiny", **(api or {}))
     server = Server(api, drain_s)
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()

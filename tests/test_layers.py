@@ -18,7 +18,7 @@ LOW = "runtime.files runtime.torchrun runtime.memory"
 PLANNING = f"pretrained.presets config request kv_cache bookkeeping scheduler policies {LOW}"
 CACHE = "config request kv_cache"
 MODEL = "pretrained attention model sampling"
-ENGINE = f"{PLANNING} {MODEL} runtime.text runtime engine torch"
+ENGINE = f"{PLANNING} {MODEL} runtime engine torch"
 LIBRARIES = f"{ENGINE} parallel lab.measure lab.simulator page"
 MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "pretrained.presets": "",
@@ -36,9 +36,8 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "model": f"{CACHE} pretrained attention torch",
     "fast": f"{CACHE} runtime.memory attention model torch",
     "sampling": "attention torch",
-    "runtime.text": "request pretrained sampling",
     "runtime": f"{CACHE} runtime.memory {MODEL} torch",
-    "engine": f"{PLANNING} {MODEL} runtime.text runtime",
+    "engine": f"{PLANNING} {MODEL} runtime",
     "parallel": ENGINE,
     "lab.measure": f"{ENGINE} parallel",
     "lab.simulator": f"{ENGINE} lab.measure",

@@ -84,10 +84,10 @@ def test_signals_are_for_rank_0(worlds):
 
 
 def test_ranks_that_cannot_work_together_say_so(worlds, tmp_path):
-    """Rank 1 has other weights; the layers cannot be divided."""
+    """Rank 1 has another model; the layers cannot be divided."""
     for seed in (0, 1):
-        torch.manual_seed(seed)
-        transformers.LlamaForCausalLM(llama_like()).save_pretrained(tmp_path / str(seed))
+        config = llama_like(rms_norm_eps=0.1 + seed)
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / str(seed))
     unequal = dict(
         program="serve",
         engines=[ENGINE],

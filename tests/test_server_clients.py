@@ -12,11 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretrained.tokenizers import Tokenizer, load_tokenizer
 from request import Event
 from server import checks, connections, protocol
 from server.__main__ import parse_args, url_of
-from server.app import encode_prompts
 from server.protocol import ApiError, ChatRequest, CompletionRequest
 from server.responses import CompletionResponse
 from tests import forked
@@ -34,7 +32,6 @@ from tests.servers import (
 )
 from tests.test_server_refusals import CHAT as CHATS
 from tests.test_server_refusals import error_of
-from tests.test_tokenizers import llama3_directory
 
 
 def refusal(function, *arguments):
@@ -54,27 +51,6 @@ def user(text):
 
 def no_encoding(*_):
     raise AssertionError("this must not be reached")
-
-
-@pytest.mark.parametrize(
-    "body, name, fewest",
-    [
-        (dict(prompt="a" * (2**20 - 200)), "prompt", 131_047),
-        (dict(prompt="a" * 1017), "prompt", 128),
-        (dict(prompt=["a", "a" * 1017], stream=True), "prompt", 128),
-        (user("a" * 2000), "messages", 253),
-    ],
-)
-def test_a_text_that_cannot_fit_is_refused_without_encoding_it(body, name, fewest):
-    def encode(text):
-        assert text in ("a", "a" * 1016)
-        return [1, 2]
-
-    with serving(tokenizer=Tokenizer(encode, letters.decode, longest_token=8)) as served:
-        message = f"{name} of at least {fewest} tokens: must be below 128"
-        address = CHATS if name == "messages" else "completions"
-        assert error_of(served, address, **body) == (name, message)
-        assert complete(served, "a" * 1016).usage.prompt_tokens == 2
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
@@ -105,16 +81,11 @@ def test_text_is_encoded_and_chats_are_made_in_threads_of_their_own():
         threads.append(threading.current_thread())
         return letters.encode(text)
 
-    def chat(messages):
-        threads.append(threading.current_thread())
-        return "hello"
-
     with serving(tokenizer=letters._replace(encode=encode)) as served:
-        served.api.chat = chat
         complete(served, "hello")
-        complete(served, [{}], chat=True)
+        complete(served, user("hello")["messages"], chat=True)
         engine_threads = served.api.thread.executor._threads
-    assert len(threads) == 3
+    assert len(threads) == 2
     assert served.thread not in threads and not engine_threads & set(threads)
 
 
@@ -122,19 +93,6 @@ def test_a_prompt_that_is_too_long_never_reaches_the_thread_of_the_engine(tiny, 
     monkeypatch.setattr(tiny.api.thread, "add", no_encoding)
     for prompt in ("a" * 200, [1] * 200):
         assert "prompt of 200 tokens" in error_of(tiny, prompt=prompt)[1]
-
-
-@pytest.mark.parametrize("body", [COMPLETION, CHAT])
-def test_a_text_that_the_tokenizer_cannot_encode_is_an_error_400(tmp_path, body):
-    tokenizer = load_tokenizer(llama3_directory(tmp_path))
-    spaces = " " * 1_040_000  # more than the regular expression can step back
-    if body is COMPLETION:
-        body = CompletionRequest(prompt=spaces)
-    arguments = (body, tokenizer, lambda messages: spaces, 10**6)
-    status, param, message = refusal(encode_prompts, *arguments)
-    assert (status, param) == (400, body.prompt_name)
-    assert message.startswith(f"{param}: cannot be encoded: ")
-    assert message.isprintable()
 
 
 def read(kind, fields):

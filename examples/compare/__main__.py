@@ -36,7 +36,7 @@ from lab.measure import timing
 from lab.measure.machine_info import measure_machine
 from lab.measure.offline_load import OfflineLoad
 from model import GPTConfig
-from pretrained import checkpoints
+from pretrained.checkpoints import find
 
 
 def engines(text: str) -> dict[str, str]:
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             results = compare_engines(
                 model,
-                checkpoints.find(str(model_options.model)),
+                find(str(model_options.model)),
                 options.against,
                 load,
                 chunk=options.chunk,
