@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from gguf import TensorNameMap
 
 OF_LLAMA_CPP = ("llama", "qwen2", "qwen3")  # of ARCHITECTURES
-ONLY = {  # values of metadata that our model computes exactly; after the architecture's name
-    "rope.scaling.type": "none",
-    "rope.scale_linear": 1,
-    "expert_count": 0,
-}
 
 
 @dataclass(frozen=True)
@@ -83,8 +78,12 @@ def gguf_config(file: GGUFFile) -> GPTConfig:
         "tie_embeddings": "output.weight" not in [tensor.name for tensor in file.tensors],
     }
     config = GPTConfig(**ARCHITECTURES[architecture] | fields)
-    sizes = dict.fromkeys(("attention.value_length", "rope.dimension_count"), config.head_dim)
-    for key, value in {**ONLY, **sizes}.items():
+    computed = {
+        "rope.scaling.type": "none",
+        "rope.dimension_count": config.head_dim,
+        "attention.value_length": config.head_dim,
+    }
+    for key, value in computed.items():
         check_supported(file.path, key, keys.get(key, value), [value])
     return config
 

@@ -88,6 +88,7 @@ class HubTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a text. Other threads run meanwhile, unlike in `encode` of tokenizers."""
+        text = text.encode(errors="replace").decode()  # half a surrogate pair is no text
         return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:

@@ -237,7 +237,7 @@ def plain_message(message: dict[str, Any]) -> dict[str, Any]:
     if content is None:
         content = ""
         if "tool_calls" not in message:
-            raise ValueError("content: must be a text")
+            raise ValueError("content=None: must be a text")
     if isinstance(content, list):
         if any(part.get("type") != "text" for part in content):
             raise ValueError("content: must be a text, or a list of parts of type text")

@@ -24,14 +24,14 @@ OUTPUT = 12  # tokens
 PROMPTS = [
     "Once upon a time",
     "The capital of Norway is",
-    "def fibonacci(n):\n    ",
     "1 + 1 = 2, 2 + 2 = 4, 3 + 3 =",
     "Il était une fois",
+    "SELECT name FROM users WHERE",
+    "def fibonacci(n):\n    ",
     "从前有一个",
     "🙂🙃 means",
     "    four spaces",
     "<|im_start|>user\nName a fruit.<|im_end|>\n<|im_start|>assistant\n",
-    "SELECT name FROM users WHERE",
     "x",
     "The quick brown fox jumps over the lazy dog. " * 6,
 ]
@@ -39,10 +39,6 @@ SETTINGS = {
     "chunks of 37": dict(chunk=37),
     "16 in pages of 16, tight": dict(chunk=16, page_size=16, pages=8, prefix_caching=True),
     "vllm": dict(policy="vllm"),
-    "vllm-v1": dict(policy="vllm-v1"),
-    "request-level": dict(policy="request-level"),
-    "sglang": dict(policy="sglang"),
-    "hf": dict(policy="hf"),
 }
 SLOW = pytest.mark.slow
 FAST = ["chunks of 37", "16 in pages of 16, tight"]
