@@ -28,10 +28,10 @@ from model import GPT, FlatBatch
 from policies import scheduler_of, with_tile
 from policies.observers import Iteration
 from policies.priority import make_service
+from pretrained.text import Prompt, Text, Tokenizer
 from request import Batch, Event, Request
 from runtime.memory import CUDA_TILE, fill_in
 from runtime.runner import Runner
-from runtime.text import Prompt, Text, Tokenizer
 from sampling import SamplingParams
 from scheduler import Scheduler
 

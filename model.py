@@ -96,19 +96,23 @@ class GPT(nn.Module):
     def from_pretrained(
         cls, name: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> Self:
-        """Load a checkpoint in the Hugging Face format: a local directory, or a name on the Hub.
+        """Load a checkpoint: a directory or a name on the Hub, as transformers takes it, or a GGUF
+        file.
 
-        `max_positions` may be its sliding window. Raises as checkpoints.find, read_config and
+        `max_positions` may be its sliding window. Raises as checkpoints.read_config and
         load_weights."""
-        directory = checkpoints.find(name)
-        model = cls(checkpoints.read_config(directory), device, dtype, seed=None)
-        checkpoints.load_weights(model, directory)
+        model = cls(checkpoints.read_config(name), "meta", dtype, seed=None)
+        checkpoints.load_weights(model, name, device)
         return model
 
     def allocate(self, device: torch.device | str) -> None:
         """Give all weights memory on this device, which is not filled."""
         self.to_empty(device=device)
         self.requires_grad_(False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Let head and embedding share their memory, if they are tied."""
         if self.config.tie_embeddings:
             self.head.weight = self.token_embedding.weight
 

@@ -55,18 +55,14 @@ def sample(
         raise ValueError("one of these is required: --prompt, --chat")
     from cli.columns import Columns
     from cli.loading import find_tokenizer, load_model, make_engine, resolve_model
-    from pretrained.tokenizers import load_chat
     from sampling import SamplingParams
 
     resolved = resolve_model(replace(model_options, dtype=model_options.dtype or "float32"))
     print(f"# {resolved.dtype} on {resolved.device}", file=sys.stderr)
     tokenizer, resolved = find_tokenizer(resolved)
     prompts = [tokenizer.encode(prompt) for prompt in options.prompt]
-    if options.chat:
-        apply_template = load_chat(resolved.model)
-        encode_chat = tokenizer.encode_chat or tokenizer.encode  # a template writes BOS itself
-        for chat in options.chat:
-            prompts.append(encode_chat(apply_template([{"role": "user", "content": chat}])))
+    for chat in options.chat:
+        prompts.append(tokenizer.encode_chat([{"role": "user", "content": chat}]))
     max_len = max(len(prompt) for prompt in prompts) + options.max_new_tokens
     model = load_model(resolved, max_len, positions_from="max-new-tokens-with-prompt")
     engine = make_engine(

@@ -113,7 +113,7 @@ def _load_here(
     dtype: torch.dtype = getattr(torch, str(options.dtype))
     directory = None
     if options.model:
-        directory = checkpoints.find(options.model)
+        directory = options.model
         config = checkpoints.read_config(directory)
     else:
         config = GPTConfig.preset(options.preset or SMALL_PRESET)
@@ -133,11 +133,12 @@ def _load_here(
     if positions > config.max_positions:
         raise ValueError(f"{length}: this model is limited to {config.max_positions}")
 
-    model = make_model(config, device=device, dtype=dtype, seed=None if directory else options.seed)
-    if directory and isinstance(model, Shard):
-        model.load(directory)
-    elif directory:
-        checkpoints.load_weights(model, directory)
+    if directory:
+        model = make_model(config, device="meta", dtype=dtype, seed=None)
+        load = model.load if isinstance(model, Shard) else partial(checkpoints.load_weights, model)
+        load(directory, device)
+    else:
+        model = make_model(config, device=device, dtype=dtype, seed=options.seed)
     fast = find_fast()
     if fast:
         if options.compile:
@@ -147,15 +148,13 @@ def _load_here(
 
 
 def find_tokenizer(options: ModelOptions) -> tuple[Tokenizer, ModelOptions]:
-    """The tokenizer of the model of these options, and the options with its directory or geometry.
+    """The tokenizer of the model of these options, and the options with its geometry.
 
     A checkpoint has its own tokenizer. A geometry has random weights, and its tokens are bytes.
-    That is said on stderr. Raises as checkpoints.find and load_tokenizer."""
-    from pretrained import checkpoints
-    from pretrained.tokenizers import byte_tokenizer, load_tokenizer
+    That is said on stderr. Raises as load_tokenizer."""
+    from pretrained.tokenizers import ByteTokenizer, load_tokenizer
 
     if options.model:
-        directory = checkpoints.find(options.model)
-        return load_tokenizer(directory), replace(options, model=str(directory))
+        return load_tokenizer(options.model), options
     print(f"# {options.name} with random weights, the text will be noise", file=sys.stderr)
-    return byte_tokenizer(), replace(options, preset=options.name)
+    return ByteTokenizer(), replace(options, preset=options.name)

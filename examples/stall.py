@@ -12,9 +12,8 @@ from cli.console import run
 from engine import Engine
 from lab.pictures.terminals import Answer, LatePrompt, Terminal, Word, animate
 from model import GPT
-from pretrained.checkpoints import find
 from pretrained.streams import TextStream
-from pretrained.tokenizers import Tokenizer, load_chat, load_tokenizer
+from pretrained.tokenizers import Tokenizer, load_tokenizer
 from request import Request
 from sampling import SamplingParams
 
@@ -59,12 +58,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunk", type=int, default=32)
     parser.add_argument("--svg", help="draw both runs, as a moving picture, into this file")
     args = parser.parse_args(argv)
-    path = find(args.model)
-    model = GPT.from_pretrained(str(path))
-    tokenizer = load_tokenizer(path)
-    chat = load_chat(path)
-    texts = [chat([{"role": "user", "content": question}]) for question in QUESTIONS]
-    prompts = [(tokenizer.encode_chat or tokenizer.encode)(text) for text in texts]
+    model = GPT.from_pretrained(args.model)
+    tokenizer = load_tokenizer(args.model)
+    messages = [{"role": "user", "content": question} for question in QUESTIONS]
+    prompts = [tokenizer.encode_chat([message]) for message in messages]
     prompts.append(tokenizer.encode(README.read_text("utf-8"))[:1000])
     terminals = {}
     for policy in ("vllm", "sarathi-serve"):

@@ -6,7 +6,6 @@ embeddings, the last the head. Read first: model.py, pretrained/sharding.py. Rea
 stages.py."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from config import GPTConfig
 from model import GPT, FlatBatch
 from parallel.ranks import Ranks
-from pretrained.checkpoints import load_weights
+from pretrained.checkpoints import read_weights
 from pretrained.random_weights import init_weight
 from pretrained.sharding import Slices, local_config, slices_of, views
 
@@ -57,23 +56,28 @@ class Shard(GPT):
             self.init_weights(torch.Generator(device).manual_seed(seed))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Fill the parameters with what a whole GPT would have there: all of its weights are made,
-        one by one, and each rank keeps its slices."""
-        local_name = {self.slices_of(name).source: name for name, _ in self.named_parameters()}
+        """Fill the parameters with what a whole GPT would have there: all of its weights are
+        made."""
         for source, empty in self.whole_model().named_parameters():
             weights = torch.empty(empty.shape, dtype=self.dtype, device=self.device)
             init_weight(source, weights, self.whole_config.n_layer, generator)
-            if source not in local_name:
-                continue
-            name = local_name[source]
+            self.fill(source, weights)
+
+    def load(self, name: str, device: torch.device | str) -> None:
+        """Take memory, and fill it from a checkpoint. Raises as read_weights."""
+        self.allocate(device)
+        for source, weights in read_weights(self.whole_model(), name):
+            self.fill(source, weights)
+
+    def fill(self, source: str, weights: Tensor) -> None:
+        """Keep this rank's slices of a whole GPT's parameter, if it has any."""
+        for name, parameter in self.named_parameters():
             slices = self.slices_of(name)
-            parts = views(self.get_parameter(name), slices)
+            if slices.source != source:
+                continue
+            parts = views(parameter, slices)
             for part, (start, end) in zip(parts, slices.ranges, strict=True):
                 part.copy_(weights.narrow(slices.dim, start, end - start))
-
-    def load(self, directory: Path) -> None:
-        """Fill the parameters from a checkpoint, of which only these slices are read."""
-        load_weights(self, directory, self.whole_model(), self.slices_of)
 
     def whole_model(self) -> GPT:
         """A GPT of the whole geometry, without memory."""

@@ -1,109 +1,52 @@
 """Tokens as text while they come: streams of characters, up to a stop string.
 
 A single token may have no text: an emoji may take three, and some tokenizers drop the space before
-the first word. So text is streamed as the bytes of tokens, each decoded after the one before. Read
-first: tokenizers.py. Read next: text.py."""
+the first word. So a token is decoded behind those before it, and its text is what is new. This is
+the rule of `tokenizers.decoders.DecodeStream`, for whatever decodes. Read first: tokenizers.py.
+Read next: text.py."""
 
-import codecs
 from collections.abc import Sequence
-from itertools import islice
 
 from pretrained.tokenizers import Tokenizer
-from request import Event, Request
+from request import Event
 
-LONGEST_CHARACTER = 4  # in bytes, and so in tokens
+CONTEXT = 8  # tokens, of which one has text, so that the next keeps its space
 HALF_A_CHARACTER = "\ufffd"  # how bytes that are no text yet are decoded
-utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
-def decode_output(tokenizer: Tokenizer, tokens: Sequence[int], prompt_len: int) -> str:
-    """The text of tokens[prompt_len:], as a TextStream writes it."""
-    stream = TextStream(tokenizer, tokens[:prompt_len])
-    return "".join([stream.push(token) for token in tokens[prompt_len:]]) + stream.flush()
+def decode_after(tokenizer: Tokenizer, context: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text of `tokens` as it reads behind `context`.
 
-
-def write_text(request: Request, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-    """Set the text of a request that has ended: its output, without a stop token, up to the first
-    stop string."""
-    tokens = request.tokens
-    if request.finish_reason == "stop" and tokens[-1] in request.stop:
-        tokens = tokens[:-1]
-    text = decode_output(tokenizer, tokens, request.prompt_len)
-    request.text = text[: min([text.find(stop) for stop in stops if stop in text], default=None)]
-
-
-def has_stop(
-    tokenizer: Tokenizer, tokens: Sequence[int], prompt_len: int, stops: Sequence[str]
-) -> bool:
-    """Whether a stop string is in the text of the last tokens, as many as may hold one."""
-    longest = LONGEST_CHARACTER * max(len(stop) for stop in stops)  # in tokens
-    first = len(tokens)
-    text = ""
-    while first > prompt_len and len(text) <= longest:
-        first = max(prompt_len, first - longest - 1)  # some tokens may have no text
-        stream = TextStream(tokenizer, tokens[:first])
-        text = "".join([stream.push(token) for token in tokens[first:]])
-    return any(stop in text for stop in stops)
+    If the context ends within a character, the text reads as at the beginning."""
+    before = tokenizer.decode(context)
+    if before.endswith(HALF_A_CHARACTER):
+        return tokenizer.decode(tokens)
+    return tokenizer.decode([*context, *tokens])[len(before) :]
 
 
 class TextStream:
-    """Decodes the tokens that follow a prompt, one at a time.
-
-    Its texts, joined, are `decode` of all tokens, but for two cases. Bytes that are no text are one
-    replacement character for each that cannot go on, also with a tokenizer that writes one for each
-    byte. And a character that the prompt begins is in the text if the output goes on with it."""
+    """Decodes the tokens that follow a prompt, one at a time."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
-        self.token = b""  # the bytes of the token that was pushed last
+        self.text = ""  # of the token that was pushed last
         self._tokenizer = tokenizer
-        self._utf8 = utf8_decoder("replace")
-        self._context: list[int] = []  # the last whole token decides on the next one's space
-        self._begun = b""  # of a character that the prompt ends within
-        with_text = (token for token in reversed(prompt) if not tokenizer.is_silent(token))
-        for token in reversed(list(islice(with_text, LONGEST_CHARACTER))):
-            self.push(token)
-        if not self._context:  # the prompt ends with characters of several tokens each
-            whole_tokens = (
-                token for token in with_text if HALF_A_CHARACTER not in tokenizer.decode([token])
-            )
-            self._context = list(islice(whole_tokens, 1))
-        self._begun, _ = self._utf8.getstate()
+        self._context = list(prompt[-CONTEXT:])  # the last tokens that were shown
+        self._held: list[int] = []  # tokens that are no whole character yet
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes; "" if it completes none."""
-        self.token = self._bytes(token_id)
-        if self._begun and self.token:
-            if not _goes_on(self._begun, self.token[:1]):
-                self._utf8.reset()
-            self._begun = b""
-        return self._utf8.decode(self.token)
+        self._held.append(token_id)
+        self.text = decode_after(self._tokenizer, self._context, self._held)
+        if self.text.endswith(HALF_A_CHARACTER):
+            self.text = ""
+        if self.text:
+            self._context = self._held
+            self._held = []
+        return self.text
 
     def flush(self) -> str:
         """The text that is left after the last token: that of a character without its end."""
-        return "" if self._begun else self._utf8.decode(b"", final=True)
-
-    def _bytes(self, token_id: int) -> bytes:
-        """The bytes of a token in its place."""
-        decode = self._tokenizer.decode
-        before = decode(self._context)
-        text = decode([*self._context, token_id])[len(before) :]
-        if not text and self._tokenizer.is_silent(token_id):
-            return b""
-        if HALF_A_CHARACTER in text:
-            spelled = self._tokenizer.token_bytes(token_id)
-            if spelled is not None:
-                return spelled
-        self._context = [token_id]
-        return text.encode()
-
-
-def _goes_on(beginning: bytes, byte: bytes) -> bool:
-    """Whether a character that begins with these bytes may go on with another one."""
-    try:
-        utf8_decoder("strict").decode(beginning + byte)
-    except UnicodeDecodeError:
-        return False
-    return True
+        return decode_after(self._tokenizer, self._context, self._held)
 
 
 class Writer:
@@ -121,7 +64,8 @@ class Writer:
         """(text, finish_reason) of an event: the text that is certain with it, and "stop" for a
         stop string, too. A stop token is no part of the text."""
         reason = event.finish_reason
-        text = "" if reason == "stop" else self.stream.push(event.token)
+        is_stop_token = reason == "stop" and event.token in event.request.stop
+        text = "" if is_stop_token else self.stream.push(event.token)
         if reason:
             text += self.stream.flush()
         self.held += text

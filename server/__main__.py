@@ -38,7 +38,6 @@ def serve(
     import uvicorn
 
     from cli.loading import find_tokenizer, load_model
-    from pretrained.tokenizers import load_chat
     from server.app import Api, app_of
     from server.engine_thread import EngineThread
 
@@ -47,11 +46,10 @@ def serve(
     if int(os.environ.get("RANK", 0)):
         load_model(resolved, options.max_len or 1, positions_from="--max-len")
         return  # the commands of rank 0 have ended
-    chat = load_chat(resolved.model)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listener:
         thread = EngineThread(partial(make_engine, options, engine_options, resolved))
-        api = Api(thread, tokenizer, name, chat, default_sampling(resolved.model))
+        api = Api(thread, tokenizer, name, default_sampling(resolved.model))
         routes = app_of(api, options.api_key, [options.host, *options.allowed_host], options.cors)
         host = f"[{options.host}]" if ":" in options.host else options.host
         url = f"http://{host}:{listener.getsockname()[1]}"
@@ -92,15 +90,19 @@ def default_sampling(model: str | None) -> SamplingParams:
     """How a text is sampled if the client says nothing: OpenAI's defaults, or a checkpoint's.
 
     Says on stderr what of a checkpoint's recommendation is not computed."""
-    from pretrained.tokenizers import read_sampling
     from server.app import OPENAI_SAMPLING
 
-    sampling = read_sampling(model).model_dump(exclude_none=True)
-    penalty = sampling.pop("repetition_penalty", 1)
-    if penalty != 1:
-        message = f"generation_config.json: repetition_penalty={penalty} is not computed here"
-        print(f"warning: {message}", file=sys.stderr, flush=True)
-    return replace(OPENAI_SAMPLING, **sampling)
+    if model is None:
+        return OPENAI_SAMPLING
+    from pretrained.tokenizers import generation_config
+
+    config = generation_config(model)
+    if config.repetition_penalty not in (None, 1):
+        message = f"repetition_penalty={config.repetition_penalty} is not computed here"
+        print(f"warning: generation_config.json: {message}", file=sys.stderr, flush=True)
+    values = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k")}
+    recommended = {name: value for name, value in values.items() if value is not None}
+    return replace(OPENAI_SAMPLING, **recommended)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from config import QueueFull, TooLong
 from page.html import page
-from pretrained.tokenizers import Chat, Tokenizer
+from pretrained.tokenizers import Tokenizer
 from sampling import SamplingParams
 from server.checks import Gate
 from server.engine_thread import Choice, EngineThread
@@ -34,13 +34,11 @@ OPENAI_SAMPLING = SamplingParams(temperature=1.0)
 class Api:
     """The answers to requests, by an EngineThread whose engine has no tokenizer of its own.
 
-    `chat` makes a prompt of messages, see load_chat. `sampling` has the defaults of temperature,
-    top_p and top_k."""
+    `sampling` has the defaults of temperature, top_p and top_k."""
 
     thread: EngineThread
     tokenizer: Tokenizer
     name: str  # of the model
-    chat: Chat
     sampling: SamplingParams = OPENAI_SAMPLING
 
     async def page(self) -> HTMLResponse:
@@ -107,11 +105,10 @@ class Api:
             return [encode(each) if isinstance(each, str) else each for each in body.prompt]
         assert isinstance(body, ChatBody)
         try:  # a template is a program, and may raise anything
-            text = self.chat([message.for_template() for message in body.messages])
+            messages = [message.for_template() for message in body.messages]
+            return [self.tokenizer.encode_chat(messages)]
         except Exception as error:
             raise ValueError(f"messages: {error}") from error
-        encode = self.tokenizer.encode_chat or self.tokenizer.encode  # a template writes BOS itself
-        return [encode(text)]
 
     def choices(self, body: Body, prompts: Sequence[list[int]]) -> list[Choice]:
         """The prompt and the sampling of each choice: answer i to a prompt has the seed + i.

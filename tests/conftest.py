@@ -129,10 +129,10 @@ def tiny():
 @pytest.fixture(scope="module")
 def turning():
     """A server of servers.circle."""
-    from pretrained.tokenizers import byte_tokenizer
+    from pretrained.tokenizers import ByteTokenizer
     from tests.servers import circle, serving
 
-    with serving(circle(), byte_tokenizer()) as served:
+    with serving(circle(), ByteTokenizer()) as served:
         yield served
 
 

@@ -4,10 +4,12 @@ import math
 import random
 import subprocess
 from collections import Counter, defaultdict, deque
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from model import GPT, FlatBatch, GPTConfig
 from policies import POLICIES, make_scheduler
 from policies.iteration_time import BatchShape
 from policies.pages import make_pages
+from pretrained.tokenizers import ByteTokenizer
 from request import lone_chunk
 from runtime import runner
 from sampling import SamplingParams, sample
@@ -52,6 +55,19 @@ def repository(pattern):
     command = ["git", "ls-files", pattern]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
     return [Path(line) for line in listed.stdout.splitlines()]
+
+
+@dataclass(frozen=True)
+class FakeTokenizer(ByteTokenizer):
+    """A tokenizer of two functions. A message of a chat is a line."""
+
+    encode: Callable[..., Any]
+    decode: Callable[..., Any]
+    stop_token_ids: frozenset[int] = frozenset()
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+
+    def _replace(self, **changes):
+        return replace(self, **changes)
 
 
 def with_slow(values, fast):

@@ -13,14 +13,13 @@ import uvicorn
 
 from engine import Engine
 from model import GPT, GPTConfig
-from pretrained.tokenizers import Tokenizer, load_chat
 from sampling import SamplingParams
 from server.app import Api, app_of
 from server.engine_thread import EngineThread
-from tests.helpers import tiny_model
+from tests.helpers import FakeTokenizer, tiny_model
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:!?-()"[:61]
-letters = Tokenizer(
+letters = FakeTokenizer(
     lambda text: [LETTERS.find(c) % 61 for c in text], lambda ids: "".join(LETTERS[i] for i in ids)
 )
 GREEDY = SamplingParams(20, logprobs=True)
@@ -52,7 +51,7 @@ def serving(model=None, tokenizer=letters, step_s=0.0, key=None, cors=(), **sett
     fetch = engine.runner.fetch
     if step_s:
         engine.runner.fetch = lambda *args: time.sleep(step_s) or fetch(*args)
-    api = Api(thread, tokenizer, "tiny", load_chat(None))
+    api = Api(thread, tokenizer, "tiny")
     app = app_of(api, key, cors=cors)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
     listener = socket.create_server(("127.0.0.1", 0))

@@ -7,10 +7,18 @@ import torch
 
 from engine import Engine, QueueFull
 from model import GPT
-from pretrained.tokenizers import Tokenizer
 from request import lone_chunk
 from sampling import SamplingParams
-from tests.helpers import alone, finish, named, poison, poisoned_cache, run, tiny_model
+from tests.helpers import (
+    FakeTokenizer,
+    alone,
+    finish,
+    named,
+    poison,
+    poisoned_cache,
+    run,
+    tiny_model,
+)
 
 MODEL = tiny_model(n_kv_head=2)
 PROMPTS = [[7, 8, 9], [1] * 20, [5], [3, 1, 4, 1, 5, 9, 2, 6] * 2, [60, 0, 60]]
@@ -84,7 +92,7 @@ def word_tokenizer():
     def decode(ids):
         return " ".join(map(str, ids))
 
-    return Tokenizer(encode, decode, stop_token_ids=frozenset({26}))
+    return FakeTokenizer(encode, decode, stop_token_ids=frozenset({26}))
 
 
 def test_text_in_text_out():
@@ -106,7 +114,9 @@ def test_text_in_text_out():
 
 
 TEXTS = ["once", "a", "stop here"]
-LETTERS = Tokenizer(lambda text: [ord(c) % 61 for c in text], lambda ids: "".join(map(chr, ids)))
+LETTERS = FakeTokenizer(
+    lambda text: [ord(c) % 61 for c in text], lambda ids: "".join(map(chr, ids))
+)
 
 
 def test_a_stream_that_is_given_up_leaves_no_request_but_those_of_others():

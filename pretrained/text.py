@@ -2,15 +2,15 @@
 
 Without a tokenizer there is no text, and all of this does nothing. Read first: streams.py."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from pretrained.streams import TextStream, Writer, has_stop, write_text
+from pretrained.streams import CONTEXT, TextStream, Writer, decode_after
 from pretrained.tokenizers import Tokenizer
 from request import Event, Request
 
 Prompt = str | Sequence[int]  # text, if there is a tokenizer, or token ids
+LONGEST_CHARACTER = 4  # in bytes, and so in tokens
 
 
 class Text:
@@ -34,17 +34,34 @@ class Text:
             raise ValueError(f"prompt: token ids must be in 0 … {vocab_size - 1}")
         return tokens
 
+    def decode(self, tokens: Sequence[int], start: int) -> str:
+        """The text of tokens[start:], as it reads behind those before."""
+        assert self.tokenizer is not None
+        context = tokens[max(0, start - CONTEXT) : start]
+        return decode_after(self.tokenizer, context, tokens[start:])
+
     def has_stop(self, request: Request) -> bool:
-        """Whether one of its stop strings is in the text of a request's last tokens."""
+        """Whether one of its stop strings is in the text of a request's last tokens, as many as it
+        may take."""
         stops = request.params.stop
         if self.tokenizer is None or not stops:
             return False
-        return has_stop(self.tokenizer, request.tokens, request.prompt_len, stops)
+        last_tokens = 1 + LONGEST_CHARACTER * max(len(stop) for stop in stops)
+        start = max(request.prompt_len, len(request.tokens) - last_tokens)
+        text = self.decode(request.tokens, start)
+        return any(stop in text for stop in stops)
 
     def write(self, request: Request) -> None:
-        """Set the text of a request that has ended."""
-        if self.tokenizer is not None:
-            write_text(request, self.tokenizer, request.params.stop)
+        """Set the text of a request that has ended: its output, without a stop token, up to the
+        first stop string."""
+        if self.tokenizer is None:
+            return
+        tokens = request.tokens
+        if request.finish_reason == "stop" and tokens[-1] in request.stop:
+            tokens = tokens[:-1]
+        text = self.decode(tokens, request.prompt_len)
+        stop_at = [text.find(stop) for stop in request.params.stop if stop in text]
+        request.text = text[: min(stop_at, default=None)]
 
     def add_to(self, events: Iterable[Event]) -> Iterator[Event]:
         """The events, each with its text."""
@@ -52,15 +69,10 @@ class Text:
             yield from events
             return
         writers: dict[int, Writer] = {}  # by request id
-        lengths: Counter[int] = Counter()  # of the texts so far
         for event in events:
             request = event.request
             if request.id not in writers:  # its first token
                 stream = TextStream(self.tokenizer, request.prompt)
                 writers[request.id] = Writer(stream, request.params.stop)
-            if event.finish_reason is None:
-                text, _ = writers[request.id].push(event)
-            else:
-                text = (request.text or "")[lengths[request.id] :]
-            lengths[request.id] += len(text)
+            text, _ = writers[request.id].push(event)
             yield event._replace(text=text)
