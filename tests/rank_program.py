@@ -79,14 +79,9 @@ def model_of(job):
     tp, pp = job["tp"], job["pp"]
     if "load" in job:
         options = ModelOptions(
-            preset=None,
-            model=None,
             device="cpu",
             dtype="float64",
-            attention="auto",
             seed=7,
-            compile=False,
-            threads=1,
             tp=tp,
             pp=pp,
         )

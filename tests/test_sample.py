@@ -3,6 +3,7 @@
 import transformers
 
 import sample
+from cli.console import visible
 from engine import Engine
 from model import GPT, GPTConfig
 from pretrained.tokenizers import ByteTokenizer, load_tokenizer
@@ -44,7 +45,7 @@ def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, capsys):
     sample.main(["--model", str(tmp_path), *words])
     out, err = capsys.readouterr()
     assert "float32 on cpu" in err
-    assert out == f"abc{expected.text}\n"
+    assert out == f"abc{visible(expected.text)}\n"
 
 
 def test_what_is_not_told_is_as_in_the_python_api_and_said_first(capsys):
