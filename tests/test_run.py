@@ -278,8 +278,8 @@ def test_the_base_is_measured_in_a_cache_with_room_for_it(chunk, max_len):
     assert base.seconds > 0 and base.prefill_token_s > 0
 
 
-def search(meets, **settings):
-    """What a search from a rate of 1 finds. `meets` says of a rate whether it was met, or of a busy
+def search(meets, start=1.0):
+    """What a search finds. `meets` says of a rate whether it was met, or of a busy
     machine (whether it was met, busy)."""
 
     def run_at_rate(rate):
@@ -287,7 +287,7 @@ def search(meets, **settings):
         met, busy = answer if isinstance(answer, tuple) else (answer, False)
         return Verdict(missed="" if met else "x", busy=busy)
 
-    return search_capacity(run_at_rate, start=1.0, **settings)
+    return search_capacity(run_at_rate, start)
 
 
 @pytest.mark.parametrize("limit", [0.21, 0.9, 1.0, 1.3, 2.0, 7.7, 15.0])
@@ -309,19 +309,17 @@ def test_capacity_is_found_to_five_percent_and_one_failure_does_not_decide(limit
     assert unlucky is not None or len(calls) <= 13
 
 
-@pytest.mark.parametrize("limit", [0.05, 0.21, 1.0, 2.0, 7.7, 17.0])
+@pytest.mark.parametrize("limit", [0.6, 1.0, 2.0, 4.4])
 def test_a_search_finds_the_same_wherever_it_begins(limit):
-    results = {step: search(lambda rate: rate <= limit, first_step=step) for step in range(-7, 8)}
-    assert len({(r.capacity_qps, r.capacity_qps.bound) for r in results.values()}) == 1
-    nearest = round(math.log(limit, capacity.STEP))
-    assert len(results[nearest].trials) <= len(results[0].trials)
+    results = [search(lambda rate: rate <= limit, start) for start in (0.3, 1, 1.7, 9)]
+    assert len({(r.capacity_qps, r.capacity_qps.bound) for r in results}) == 1
 
 
 def test_capacity_ends_where_every_answer_is_the_same_or_chance(monkeypatch):
-    for met, text, last in ((False, "below 0.06", 1 / 16), (True, "at least 16.00", 16)):
+    for met, text, last in ((False, "below 0.06", 1.5**-7), (True, "at least 17.09", 1.5**7)):
         result = search(lambda rate, met=met: met)
         assert f"{result.capacity_qps:.2f}" == text
-        assert (result.trials[-1].qps, len(result.trials)) == (last, 8)  # 1.5 ** 7 > 16
+        assert (result.trials[-1].qps, len(result.trials)) == (last, 8)
         assert (result.best is not None) == met
     rng = np.random.default_rng(0)
     for _ in range(100):

@@ -184,7 +184,7 @@ def find_capacities(job: CapacityJob) -> dict[Target, Bounded]:
             summary = summary_of(target.policy, target.batch, qps)
             return Verdict(missed=metrics.missed(summary, target.slo_s) if summary else "given up")
 
-        search = search_capacity(verdict, start_qps, target.ratio, first_step=step)
+        search = search_capacity(verdict, start_qps, target.ratio)
         capacities[target] = search.capacity_qps
         step = round(math.log(search.capacity_qps / start_qps, STEP))  # others are not far away
     return capacities
