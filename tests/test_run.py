@@ -25,7 +25,9 @@ from lab.measure.capacity import (
 )
 from lab.measure.load_run import serve
 from lab.measure.token_budget import Profiled
-from lab.measure.workload import Arrival, prompts
+from lab.measure.workload import Arrival, make_lengths, poisson, prompts
+from lab.simulator.cost_model import CostModel
+from lab.simulator.simulation import simulate
 from model import GPT
 from sampling import SamplingParams
 from tests.helpers import alone, tiny_model
@@ -137,8 +139,8 @@ def test_the_base_is_a_decode_of_32_at_half_the_longest_context(
     assert cases == [(32, context, 32), (chunk, chunk, 0)]
 
 
-def search(meets, **settings):
-    """What a search from a rate of 1 finds. `meets` says of a rate whether it was met, or of a busy
+def search(meets, start=1.0):
+    """What a search finds. `meets` says of a rate whether it was met, or of a busy
     machine (whether it was met, busy)."""
 
     def run_at_rate(rate):
@@ -146,7 +148,7 @@ def search(meets, **settings):
         met, busy = answer if isinstance(answer, tuple) else (answer, False)
         return Verdict(missed="" if met else "x", busy=busy)
 
-    return search_capacity(run_at_rate, start=1.0, **settings)
+    return search_capacity(run_at_rate, start)
 
 
 @pytest.mark.parametrize("limit", [0.21, 1.0, 7.7])
@@ -168,11 +170,37 @@ def test_capacity_is_found_to_five_percent_and_one_failure_does_not_decide(limit
     assert unlucky is not None or len(calls) <= 13
 
 
+@pytest.mark.parametrize("limit", [0.6, 1.0, 2.0, 4.4])
+def test_a_search_finds_the_same_wherever_it_begins(limit):
+    results = [search(lambda rate: rate <= limit, start) for start in (0.3, 1, 1.7, 9)]
+    assert len({(r.capacity_qps, r.capacity_qps.bound) for r in results}) == 1
+
+
+SYSTEMS = ["vllm", "orca-best", "sarathi", "sarathi-serve", "dynamic"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", SYSTEMS)
+def test_the_capacity_of_a_system_does_not_depend_on_the_start_of_its_search(policy):
+    cost = CostModel.named("llama3-8b", "a100-80gb")
+    slots = 16
+    sizes = dict(chunk=512, max_batch=slots, max_len=2048, page_size=64, pages=slots * 32)
+    config = EngineConfig(policy, **sizes)
+    lengths = make_lengths("sharegpt4", capacity.ROUNDS * slots, 2048, 0)
+
+    def judged(qps):
+        run = simulate(cost, config, poisson(lengths, qps, 0), record=False).run
+        return capacity.judge(run, 0.05)
+
+    low, high = (search_capacity(judged, start).capacity_qps for start in (1, 30))
+    assert low.bound == high.bound == "" and low == high
+
+
 def test_capacity_ends_where_every_answer_is_the_same_or_chance(monkeypatch):
-    for met, bound, last in ((False, "below", 1 / 16), (True, "at least", 16)):
+    for met, bound, last in ((False, "below", 1.5**-7), (True, "at least", 1.5**7)):
         result = search(lambda rate, met=met: met)
         assert (result.capacity_qps, result.capacity_qps.bound) == (last, bound)
-        assert (result.trials[-1].qps, len(result.trials)) == (last, 8)  # 1.5 ** 7 > 16
+        assert (result.trials[-1].qps, len(result.trials)) == (last, 8)
         assert (result.best is not None) == met
     rng = np.random.default_rng(0)
     for _ in range(100):

@@ -58,7 +58,6 @@ from lab.simulator.simulation import Simulated, simulate
 from model import GPT, Block
 
 CHUNK = 256  # tokens, of gains
-FIRST_STEP = 3  # where simulated searches begin: about the upper bound, as runs that fail are short
 
 
 class Lab(ABC):
@@ -136,19 +135,18 @@ class Lab(ABC):
     def search(
         self, policy: str, batch: int, lengths: str, slo_s: float, start: float, ratio: float
     ) -> Bounded:
-        """Search the highest rate that meets an SLO, up to `ratio`, near a share of what is
-        estimated to be possible."""
+        """Search the highest rate that meets an SLO, up to `ratio`, from a share of what is
+        estimated to be possible on."""
         limit = self.limit(lengths)
         pairs = workload.make_lengths(lengths, self.requests, limit, 0)
-        start_qps = float(f"{start * possible_qps(self.base, pairs):.1g}")
+        start_qps = start * possible_qps(self.base, pairs)
         config = self.config(policy, limit, batch)
 
         def judged(qps: float) -> JudgedRun:
             arrivals = workload.poisson(pairs, qps, 0)
             return judge(self.run(config, arrivals, slo_s), slo_s)
 
-        step = 0 if isinstance(self, RealLab) else FIRST_STEP
-        search = search_capacity(judged, start_qps, ratio, first_step=step)
+        search = search_capacity(judged, start_qps, ratio)
         self.busy = self.busy or search.busy
         return search.capacity_qps
 
@@ -304,7 +302,8 @@ class PaperLab(Lab):
         self, policy: str, batch: int, lengths: str, slo_s: float, ratio: float = 1.05
     ) -> Bounded:
         """The capacity under an SLO in seconds, up to `ratio`."""
-        return self.search(policy, batch, lengths, slo_s, 0.3 * self.cost.pp, ratio)
+        # from the upper bound down: runs that fail are short
+        return self.search(policy, batch, lengths, slo_s, self.cost.pp, ratio)
 
 
 class RealLab(Lab):

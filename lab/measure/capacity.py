@@ -24,6 +24,7 @@ from policies.pools import Sent
 from request import Request
 
 STEP = 1.5  # a factor of the rate, in a search
+MAX_STEPS = 7  # up or down from where a search begins: a factor of 17
 MAX_RUNS = 60  # of a search, which takes a dozen
 ROUNDS = 4  # how many times the requests that may run at once must arrive
 
@@ -274,41 +275,30 @@ def summarize_search(
     )
 
 
-def rate_after(start: float, steps: int) -> float:
-    """The rate so many steps above `start`, or below: to the same digit, wherever one begins."""
-    rate = start
-    for _ in range(abs(steps)):
-        rate = rate * STEP if steps > 0 else rate / STEP
-    return rate
+def rate_of(step: int) -> float:
+    """The rate of a step, in requests per second: STEP times that of the step before."""
+    return STEP**step
 
 
 def search_capacity(
-    run_at_rate: Callable[[float], AnyVerdict],
-    start: float,
-    ratio: float = 1.05,
-    max_factor: float = 16,
-    first_step: int = 0,
+    run_at_rate: Callable[[float], AnyVerdict], start: float, ratio: float = 1.05
 ) -> SearchResult[AnyVerdict]:
     """Find the highest rate that meets the SLO, within a factor of `ratio`. `run_at_rate(qps)` runs
     the load at a rate and says whether that met it.
 
-    From `start` the rate goes up or down by half, at most to start * max_factor or start /
-    max_factor, until one rate was met and one was not. From there it goes by logarithmic halves
-    between them. Where the answer is nearly known, the first rate is so many steps above `start`.
+    The rates are those of `rate_of`, whatever `start` is, and logarithmic halves between them: two
+    searches end at the same one. From `start` it goes up or down, at most MAX_STEPS, until one rate
+    was met and one was not. From there it goes by halves between them.
     One run is no proof on a machine that others use. So a rate that failed while the machine was
     busy is run again, and so is the lowest rate that failed; if it is met then, the search goes on
     above it. The search ends after MAX_RUNS."""
     trials: list[Trial[AnyVerdict]] = []
-    highest = start * max_factor
-    lowest = start / max_factor
+    first = round(math.log(start, STEP))
+    highest = rate_of(first + MAX_STEPS)
+    lowest = rate_of(first - MAX_STEPS)
     good = 0.0  # the highest rate that was met
-    step = first_step
-
-    def rate_here() -> float:
-        """The rate at `step`, within the limits."""
-        return min(max(rate_after(start, step), lowest), highest)
-
-    rate = rate_here()
+    step = first
+    rate = rate_of(step)
     while len(trials) < MAX_RUNS:
         verdict = run_at_rate(rate)
         trials.append(Trial(rate, verdict))
@@ -321,12 +311,12 @@ def search_capacity(
         if good == highest or bad == lowest:
             break
         if bad is None:
-            while rate_here() <= good:
+            while rate_of(step) <= good:
                 step += 1
-            rate = rate_here()
+            rate = rate_of(step)
         elif not good:
             step -= 1
-            rate = rate_here()
+            rate = rate_of(step)
         elif bad > ratio * good:
             rate = math.sqrt(good * bad)
         elif failed.count(bad) < 2:
