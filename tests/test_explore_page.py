@@ -1,6 +1,7 @@
 """The page of `bench.py explore`: its opening, buttons and boxes, in both themes and all sizes."""
 
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -72,6 +73,7 @@ OPENING = """() => [...document.querySelectorAll("body *")].filter(element =>
     && element.matches("button, input, select, p, h1, h2, canvas"))
     .map(element => element.id || element.tagName)"""
 PLAYING = ["title", "H2", "CANVAS", "CANVAS", "H2", "CANVAS", "CANVAS", "story"]
+BUTTONS = ["chunkslider", "again", "everything", "ownpolicy"]
 
 
 @pytest.mark.parametrize("size", [(1400, 900), (390, 844)])
@@ -79,18 +81,17 @@ def test_the_page_opens_with_one_picture_that_plays_once(open_explored, size):
     tab = open_explored(size=size, skip_opening=False)
     assert shown_runs(tab) == ["vllm | * | A to D", "sarathi-serve | 256 | A to D"]
     assert 0 < tab.evaluate("revealed") < tab.evaluate("range()[1]")
-    assert tab.evaluate(OPENING) == PLAYING
+    assert tab.evaluate(OPENING) == [*PLAYING, *BUTTONS]
     tab.evaluate("opening.began -= 1e6")
     tab.wait_for_function("revealed === Infinity && !dirty")
-    buttons = ["dragchunk", "again", "everything", "ownpolicy"]
-    assert tab.evaluate(OPENING) == [*PLAYING, *buttons]
+    assert tab.evaluate(OPENING) == [*PLAYING, *BUTTONS]
     whole = "[document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
     assert tab.evaluate(whole) == list(size)  # nothing is below the first screen
-    assert "stand still for" in tab.text_content("#story")
     tab.click("#again")
     tab.wait_for_function("revealed < Infinity")
     assert "#" not in tab.url  # or it would not open like this again
-    tab.evaluate("end_opening()")
+    tab.click("#again")  # skips what is left
+    assert tab.evaluate("revealed === Infinity")
     tab.click("#everything")
     tab.wait_for_function("$('position').textContent && !dirty")
     assert tab.is_visible("#choices") and not tab.is_visible("#opening")
@@ -110,14 +111,9 @@ def test_the_opening_counts_a_stall_and_follows_the_chunk_size(open_explored):
     longest = f"{1e3 * (gap['until'] - gap['since']):.0f} ms"
     for later, seen in (0.05, []), (0.1, ["100 ms"] * 2), (1, [longest] * 2):  # A and B
         assert tab.evaluate(written, gap["since"] + later) == seen
-    assert f"for {longest}, a generation stall" in tab.text_content("#story")
-    tab.click("#dragchunk")
-    tab.keyboard.press("Home")
+    tab.locator("#chunkslider").press("Home")
     tab.wait_for_function("panes[1].run.name === 'sarathi-serve | 128 | A to D'")
-    shorter = tab.evaluate("panes[1].run.longest_gap()")
     tab.wait_for_function("$('story').textContent.includes('chunk 128')")
-    shorter_ms = 1e3 * (shorter["until"] - shorter["since"])
-    assert tab.text_content("#story").endswith(f"waits longer than {shorter_ms:.1f} ms.")
 
 
 def test_who_wants_no_motion_sees_the_last_frame(open_explored):
@@ -344,3 +340,91 @@ def test_a_tap_says_who_waited(open_explored):
     tab.touchscreen.tap(box["x"] + tab.evaluate("panes[0].x(0.2)"), box["y"] + 5)
     tab.wait_for_function("!$('tip').hidden")
     assert re.match(r"Request A, token 11: waited \d+ ms for", tab.text_content("#tip"))
+
+
+@pytest.mark.parametrize("chunk", ["256", "1024"])
+def test_the_opening_says_what_the_run_of_a_chunk_size_did(open_explored, chunk):
+    load = explore.make_loads(CostModel.named(explore.MODEL), 12)["A to D"]
+    records = in_turn(record_run("sarathi-serve", chunk, load, 1.0))
+    computed = [  # of C and D, in each iteration
+        [length for record in records for other, _, length in record["chunks"] if other == request]
+        for request in (2, 3)
+    ]
+    ends = [
+        [
+            record["end"]
+            for record in records
+            if request in record["decodes"]
+            or any(
+                other == request and start + length == load.arrivals[request].prompt_len
+                for other, start, length in record["chunks"]
+            )
+        ]
+        for request in range(4)
+    ]
+    gaps = [after - before for times in ends for before, after in pairwise(times)]
+    waits = [times[0] - load.arrivals[request].time for request, times in enumerate(ends)]
+
+    tab = open_explored(skip_opening=False)
+    tab.evaluate(f"choose({{chunk: '{chunk}'}}).then(end_opening)")
+    facts = tab.evaluate("facts_of(panes[1].run)")
+    assert facts["late"] == [2, 3] and facts["last"] == 3
+    assert facts["cut"] == [i + 2 for i, lengths in enumerate(computed) if len(lengths) > 1]
+    assert facts["gap_s"] == pytest.approx(max(gaps))
+    assert facts["ttft_s"] == pytest.approx(max(waits))
+    is_stall = facts["gap_s"] > tab.evaluate("SLO")
+    assert tab.evaluate("document.querySelectorAll('#story .stall').length") == 1 + is_stall
+    written = """() => {
+        const texts = [], pen = {fillText: text => texts.push(text), fillRect() {}};
+        pen.measureText = () => ({width: 0});
+        draw_opening(panes[1], pen);
+        return texts.filter(text => text.includes("token")); }"""
+    expected = {"256": [], "1024": sum(computed, [])}[chunk]  # where bars have room
+    counts = [int(text.split()[0].replace(",", "")) for text in tab.evaluate(written)]
+    assert counts == expected
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_tour_begins_with_the_cockpit_unless_a_policy_of_ones_own_is_there(open_explored, own):
+    tab = open_explored(skip_opening=False)
+    if not own:
+        tab.evaluate("axes[0][1].shift()")
+    tab.click("#everything")
+    tab.wait_for_function(f"stop_number === {-1 if own else 0} && $('position').textContent")
+    assert tab.is_visible("#tour") == (not own)
+    assert shown_runs(tab)[0].startswith("ShortestFirst" if own else "vllm")
+
+
+def test_the_box_of_costs_begins_with_the_batch_of_the_tour(open_explored):
+    tab = open_explored("#policy=vllm")
+    sliders = "[$('costdecodes').valueAsNumber, $('costchunk').valueAsNumber]"
+    costs = tab.evaluate("data.costs")
+    assert tab.evaluate(sliders) == [costs["decodes"], costs["chunk"]]
+    added = tab.evaluate("format_seconds(data.costs.both_s - data.costs.chunk_s)")
+    assert texts(tab, "#costwhole b")[-1] == added
+
+
+def test_hatched_is_as_much_of_the_stages_as_there_are_bubbles(open_explored):
+    tab = open_explored("#policy=vllm&load=pipeline+bubbles")
+    load = explore.make_loads(CostModel.named(explore.MODEL), 12)["pipeline bubbles"]
+    bubbles = [0.0, 0.0]
+    for record in in_turn(record_run("vllm", "*", load, tab.evaluate("SLO"))):
+        for stage, (_, _, *bubble) in enumerate(record["stages"]):
+            bubbles[stage] += bubble[0] if bubble else 0.0
+    area = """() => {
+        set_view(-Infinity, Infinity);
+        const areas = [0, 0], [top] = panes[0].band("stages");
+        const pen = {fillRect(x, y, width, height) {
+            if (this.fillStyle === "hatched") areas[(y - top) / STAGE_HEIGHT] += width * height;
+        }, createPattern: () => "hatched"};
+        draw_stages(panes[0], pen);
+        return areas.map(area => area / (STAGE_HEIGHT - 3) * panes[0].seconds_per_pixel); }"""
+    assert tab.evaluate(area) == pytest.approx(bubbles, rel=1e-3)
+
+
+def test_nothing_is_seen_before_there_is_a_run(browser, explored):
+    context = browser.new_context(java_script_enabled=False)
+    tab = context.new_page()
+    tab.goto(f"file://{explored}")
+    assert not any(map(tab.is_visible, ["#title", "#bar", "#details h2", "#opening"]))
+    context.close()
