@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import bench
-import examples.compare.__main__
 import sample
 import server.__main__
 from cli.console import explain
@@ -32,7 +31,6 @@ PROGRAM_FILES = [
 POSITIONALS = {  # arguments of each command, each list one choice
     "batches": [["8"], ["6x1@1024"], ["2 * 2048/256 + 6x1@512", "b=512"], ["0"], ["a=8", "a=9"]],
     "check": [["vllm"], ["own.py:Own"], ["x.py:Mine"], ["binary:X"], [""]],
-    "compare": [["--against", "openvino"], ["--against", ""]],
     "explore": [[], ["vllm"], ["x"]],
     "sample": [["--prompt", "x"], ["--prompt", ""]],
 }
@@ -71,7 +69,6 @@ SIZES = ["1", "2", "7", "16", "64"]
 PROGRAMS = {
     "sample": sample.parse_args,
     "server": server.__main__.parse_args,
-    "compare": examples.compare.__main__.parse_args,
 }
 
 
@@ -157,7 +154,6 @@ def quick(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr("examples.compare.__main__.has_package", lambda python, engine: True)
 
 
 @pytest.mark.parametrize("seed", range(-(-COUNT // BATCH)))
@@ -197,4 +193,4 @@ def test_a_program_explains_itself_and_knows_its_options(file, tmp_path):
 
 def test_all_programs_are_tried():
     assert {"bench.py", "sample.py", "server/__main__.py"} < set(PROGRAM_FILES)
-    assert {"examples/offline.py", "examples/compare/worker.py"} < set(PROGRAM_FILES)
+    assert {"examples/offline.py", "examples/compare.py"} < set(PROGRAM_FILES)

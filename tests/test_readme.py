@@ -19,7 +19,6 @@ import sample
 import server.__main__
 from engine import Engine
 from examples import ladder
-from examples.compare import __main__ as compare
 from kv_cache import Pages
 from lab.simulator.cost_model import CostModel
 from sampling import SamplingParams
@@ -47,7 +46,6 @@ PARSERS = {
     "sample.py": sample.parse_args,
     "server": server.__main__.parse_args,
     "exercises": exercises.__main__.parse_args,
-    "examples.compare": compare.parse_args,
     "examples.ladder": ladder.parse_args,
 }
 REQUIRED = {  # arguments of a command, where a sentence only names the command
@@ -201,7 +199,6 @@ def program_lines(text):
 @pytest.mark.parametrize("room", TEXTS)
 def test_every_command_parses(room, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compare, "has_package", lambda python, engine: True)
     Path("my_policy.py").write_text(POLICIES, "utf-8")
     Path("policies").mkdir()
     Path("policies/template.py").write_text(TEMPLATE, "utf-8")
