@@ -1,14 +1,17 @@
 """The page of `bench.py explore` in a browser, held against the cost model and `serve --json`."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
 from bench import main
 from lab.commands import explore
+from lab.explore.runs import record_run
 from lab.simulator.cost_model import CostModel
 from tests.pages import (
     choose,
+    in_turn,
     opened,
     recorded,
     shown_runs,
@@ -104,3 +107,87 @@ def test_the_address_restores_what_was_shown(open_explored):
     tab.evaluate("location.hash = '#policy=orca&load=steady&i=7'")
     tab.wait_for_function("panes.length == 1 && cursor == 6")
     assert shown_runs(tab) == ["orca | * | steady"]
+
+
+@pytest.mark.parametrize("chunk", ["256", "1024"])
+def test_the_opening_says_what_the_run_of_a_chunk_size_did(open_first, chunk):
+    load = explore.make_loads(CostModel.named(explore.MODEL), 12)["A to D"]
+    records = in_turn(record_run("sarathi-serve", chunk, load, 1.0))
+    computed = [  # of C and D, in each iteration
+        [length for record in records for other, _, length in record["chunks"] if other == request]
+        for request in (2, 3)
+    ]
+    ends = [
+        [
+            record["end"]
+            for record in records
+            if request in record["decodes"]
+            or any(
+                other == request and start + length == load.arrivals[request].prompt_len
+                for other, start, length in record["chunks"]
+            )
+        ]
+        for request in range(4)
+    ]
+    gaps = [after - before for times in ends for before, after in pairwise(times)]
+    waits = [times[0] - load.arrivals[request].time for request, times in enumerate(ends)]
+
+    tab = open_first()
+    tab.evaluate(f"choose({{chunk: '{chunk}'}}).then(end_opening)")
+    facts = tab.evaluate("facts_of(panes[1].run)")
+    assert facts["late"] == [2, 3] and facts["last"] == 3
+    assert facts["cut"] == [i + 2 for i, lengths in enumerate(computed) if len(lengths) > 1]
+    assert facts["gap_s"] == pytest.approx(max(gaps))
+    assert facts["ttft_s"] == pytest.approx(max(waits))
+    is_stall = facts["gap_s"] > tab.evaluate("SLO")
+    assert tab.evaluate("document.querySelectorAll('#story .stall').length") == 1 + is_stall
+    written = """() => {
+        const texts = [], pen = {fillText: text => texts.push(text), fillRect() {}};
+        pen.measureText = () => ({width: 0});
+        draw_opening(panes[1], pen);
+        return texts.filter(text => text.includes("token")); }"""
+    expected = {"256": [], "1024": sum(computed, [])}[chunk]  # where bars have room
+    counts = [int(text.split()[0].replace(",", "")) for text in tab.evaluate(written)]
+    assert counts == expected
+
+
+def test_the_tour_begins_with_the_cockpit(open_first):
+    tab = open_first()
+    tab.click("#everything")
+    tab.wait_for_function("stop_number === 0 && $('position').textContent")
+    assert tab.is_visible("#tour") and shown_runs(tab)[0].startswith("vllm")
+
+
+def test_the_box_of_costs_begins_with_the_batch_of_the_tour(open_explored):
+    tab = open_explored("#policy=vllm")
+    sliders = "[$('costdecodes').valueAsNumber, $('costchunk').valueAsNumber]"
+    costs = tab.evaluate("data.costs")
+    assert tab.evaluate(sliders) == [costs["decodes"], costs["chunk"]]
+    added = tab.evaluate("format_seconds(data.costs.both_s - data.costs.chunk_s)")
+    assert texts(tab, "#costwhole b")[-1] == added
+
+
+def test_hatched_is_as_much_of_the_stages_as_there_are_bubbles(open_explored):
+    tab = open_explored("#policy=vllm&load=pipeline+bubbles")
+    load = explore.make_loads(CostModel.named(explore.MODEL), 12)["pipeline bubbles"]
+    bubbles = [0.0, 0.0]
+    for record in in_turn(record_run("vllm", "*", load, tab.evaluate("SLO"))):
+        for stage, (_, _, *bubble) in enumerate(record["stages"]):
+            bubbles[stage] += bubble[0] if bubble else 0.0
+    area = """() => {
+        set_view(-Infinity, Infinity);
+        const areas = [0, 0], [top] = panes[0].band("stages");
+        const pen = {fillRect(x, y, width, height) {
+            if (this.fillStyle === "hatched") areas[(y - top) / STAGE_HEIGHT] += width * height;
+        }, createPattern: () => "hatched"};
+        draw_stages(panes[0], pen);
+        return areas.map(area => area / (STAGE_HEIGHT - 3) * panes[0].seconds_per_pixel); }"""
+    assert tab.evaluate(area) == pytest.approx(bubbles, rel=1e-3)
+
+
+def test_nothing_is_seen_before_there_is_a_run(browser, explored):
+    context = browser.new_context(java_script_enabled=False)
+    tab = context.new_page()
+    tab.goto(f"file://{explored}")
+    assert not any(map(tab.is_visible, ["#title", "#bar", "#details h2", "#opening"]))
+    context.close()

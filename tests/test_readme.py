@@ -17,7 +17,6 @@ import sample
 import server.__main__
 from engine import Engine
 from examples import ladder
-from examples.compare import __main__ as compare
 from sampling import SamplingParams
 from scheduler import SarathiServe
 from tests.helpers import ROOT, alone, parse, repository, tiny_model
@@ -43,7 +42,6 @@ PARSERS = {
     "sample.py": sample.app.parse_args,
     "server": server.__main__.app.parse_args,
     "exercises": exercises.__main__.parse_args,
-    "examples.compare": compare.app.parse_args,
     "examples.ladder": ladder.app.parse_args,
 }
 REQUIRED = {  # arguments of a command, where a sentence only names the command
@@ -161,7 +159,6 @@ def program_lines(text):
 @pytest.mark.parametrize("room", TEXTS)
 def test_every_command_parses(room, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compare, "has_package", lambda python, engine: True)
     Path("my_policy.py").write_text(POLICIES, "utf-8")
     Path("policies").mkdir()
     Path("policies/template.py").write_text(TEMPLATE, "utf-8")

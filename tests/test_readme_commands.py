@@ -22,7 +22,6 @@ NOT_RUN = {  # what a command holds -> why no test runs it
     ".ci/gpu.sh": "needs a GPU",
     "--nnodes ": "needs several machines",
     "--nproc-per-node 8 ": "needs eight processors",
-    "-m examples.compare ": "needs other engines",
     "-m tests.beside ": "needs other engines",
     "-m examples.fit_device ": "needs times of a GPU",
     "-m examples.server_overhead ": "takes minutes",

@@ -41,6 +41,9 @@ function draw_costs() {
 }
 function start_costs() {
   $("cost").hidden = false;
+  $("costwhole").innerHTML = explain_costs();
+  $("costdecodes").value = data.costs.decodes;
+  $("costchunk").value = data.costs.chunk;
   $("costmachine").append(...data.costs.machines.map(({name}, i) => new Option(name, i)));
   for (const id of ["costmachine", "costdecodes", "costchunk"]) $(id).oninput = draw_costs;
   draw_costs();

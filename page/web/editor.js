@@ -58,13 +58,14 @@ async function load_python() {
     if (error.message === STOPPED) throw error;
     const {file} = data.editor.bundle, folder = new URL(".", location.href).href;
     const addresses = data.editor.pyodide_files.map(name => pyodide + name);
-    const reason = await why_not_loaded([...(file ? [folder + file] : []), ...addresses]);
+    const absent = await why_not_loaded([...(file ? [folder + file] : []), ...addresses]);
+    const reason = absent ?? "all files are there, but it does not start in this browser";
     throw new Error(
       `Python could not be loaded: ${reason}. Everything else on this page works without it.`,
-      {cause: error.cause || error.message});
+      {cause: absent ? "" : error.cause || error.message});
   }
 }
-/** The reason why one of these files could not be loaded. */
+/** The reason why one of these files could not be loaded; null if all can be. */
 async function why_not_loaded(addresses) {
   for (const address of addresses) {
     const {protocol, host} = new URL(address);
@@ -78,7 +79,7 @@ async function why_not_loaded(addresses) {
     if (answer.status === 404) return `file not found: ${address}`;
     if (!answer.ok) return `${address} is refused with status ${answer.status}`;
   }
-  return "all files are there, but it does not start in this browser";
+  return null;
 }
 /** What lab/explore/answer.py answers. Throws an Error of one line. */
 async function ask(question) {
@@ -347,7 +348,9 @@ function jump_to_editor() {
 function start_editor() {
   const {exercises, pyodide} = data.editor;
   $("editor").hidden = false;
-  $("pythonfrom").textContent = new URL(pyodide, location.href).host || "the folder of this page";
+  const from_network = /^https?:/.test(pyodide);
+  $("pythonfrom").textContent = from_network ? `the network (${new URL(pyodide).host})`
+    : "the files beside this page";
   $("startwith").append(
     new Option("a policy of your own", NO_EXERCISE),
     ...exercises.map(({number}) => new Option("", number)),

@@ -104,11 +104,13 @@ async function start() {
   $("scrub").max = 0;
   $("intro").hidden = !data.choices;
   if (data.live) {
+    document.documentElement.classList.remove("loading");
     write_example();
     connect();
   } else {
     if (data.runs.length > 1) add_buttons();
     await open_first();
+    document.documentElement.classList.remove("loading");
     if (data.costs) start_costs();
     if (data.editor) start_editor();
   }

@@ -1,5 +1,5 @@
 // The opening: four requests play once under two policies, one above the other, on one clock. Then
-// it says what can be tried, and the rest of the page is shown when it is asked for. Read next:
+// it says what was seen. The rest of the page, and its tour, are shown when they are asked for. Read next:
 // tour.js.
 
 const PLAYING_S = 14;  // how long it plays; the run itself takes less than a second
@@ -13,14 +13,14 @@ async function open_opening() {
   await choose({policy: "vllm", beside: "sarathi-serve"});
   document.body.classList.add("opening");
   $("opening").hidden = false;
-  $("dragchunk").hidden = axes[1]?.[0] !== "chunk";
   $("ownpolicy").hidden = !data.editor;
+  show_chunk_slider();
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) end_opening();
   else play_again();
 }
 function play_again() {
   opening.began = performance.now();
-  $("openingbuttons").classList.add("later");
+  $("again").textContent = "Skip to the end";
   const [low, high] = range(), slower = Math.round(PLAYING_S / (high - low));
   $("story").textContent = "Four people ask an LLM server, A to D: their prompts are computed (blue), " +
     `then each tick is a token of an answer. The clock goes ${slower} times slower than on a GPU.`;
@@ -36,20 +36,36 @@ function play_opening(now) {
 function end_opening() {
   opening.began = null;
   revealed = Infinity;
-  $("openingbuttons").classList.remove("later");
+  $("again").textContent = "Play again";
   $("story").innerHTML = story(...panes.map(pane => pane.run));
   dirty = true;
 }
-/** One sentence on the run above and the one below it. */
+/** What a run does to the answers that are being written when others come with long prompts: `late`
+ * and `cut`, the ids of those and of them whose prompts are cut; `gap_s`, how long an answer stands
+ * still at most; `last`, the id whose first token comes last after its arrival, and its `ttft_s`. */
+function facts_of(run) {
+  const late = [...run.requests.values()].filter(({arrival}) => arrival > 0).map(({id}) => id);
+  const last = late[index_of_largest(late, id => run.ttft_of(id))];
+  return {
+    late, last,
+    cut: late.filter(id => run.lanes.get(id).chunks.length > 1),
+    gap_s: gap_seconds({longest_gap: run.longest_gap()}),
+    ttft_s: run.ttft_of(last),
+  };
+}
+/** The run above, the one below it, and the price of what is better there, in sentences. */
 function story(above, below) {
-  const [longer, shorter] = [above, below].map(run => run.longest_gap());
-  const late = [...above.requests.values()].filter(({arrival}) => arrival > 0);
-  const names = list_names(above, late.map(({id}) => id));
-  const ms = gap => format_seconds(gap.until - gap.since);
-  return `${names} come with long prompts: ${title_of(above)} computes them whole, and the other ` +
-    `answers stand still for ${colored("stall", ms(longer))}, a <b>generation stall</b>; ` +
-    `${title_of(below)} cuts them into ${colored("prefill", "chunks")}, computes one beside ` +
-    `everybody's next token, and nobody waits longer than <b>${ms(shorter)}</b>.`;
+  const {late, gap_s} = facts_of(above), facts = facts_of(below);
+  const {cut, last} = facts;
+  const prompts = cut.length === late.length ? "them" : `the prompt of ${list_names(below, cut)}`;
+  const cuts = cut.length ? `cuts ${prompts} into ${colored("prefill", "chunks")} and computes each`
+    : "computes them";
+  const stall = seconds => `<b${seconds > SLO ? ' class="stall"' : ""}>${format_seconds(seconds)}</b>`;
+  return `${list_names(above, late)} come with long prompts: ${title_of(above)} computes them whole, ` +
+    `and the other answers stand still for ${stall(gap_s)}, a <b>generation stall</b>. ` +
+    `${title_of(below)} ${cuts} beside everybody's next token: no answer stands still for longer ` +
+    `than ${stall(facts.gap_s)}. The price is ${name_of(below, last)}'s first token, after ` +
+    `<b>${format_seconds(facts.ttft_s)}</b> instead of ${format_seconds(above.ttft_of(last))}.`;
 }
 /** What is drawn over the lanes: the seconds of each stall within it, what is computed, and the
  * present moment. */
@@ -61,9 +77,10 @@ function draw_opening(lanes, pen) {
     const {gaps, chunks} = run.lanes.get(id), middle = lanes.lane_y(id) + bar_height / 2 + 5;
     for (const [from, to] of lanes.visible(gaps))
       if (to - from > SLO) write_within(lanes, pen, from, to, middle, format_seconds(to - from));
-    const prompt = counted(run.requests.get(id).prompt_len, "token");
-    const [chunk] = lanes.visible(chunks);
-    if (chunk && !is_narrow()) write_within(lanes, pen, chunk[0], chunk[1], middle, prompt);
+    for (const [from, to, k] of is_narrow() ? [] : lanes.visible(chunks)) {
+      const [, , length] = run.iterations[k].chunks.find(([other]) => other === id);
+      write_within(lanes, pen, from, to, middle, counted(length, "token"));
+    }
   }
   if (revealed === Infinity) return;
   pen.fillStyle = palette.ink;
@@ -89,11 +106,11 @@ async function close_opening() {
   leave_opening();
   await show_first();
 }
-/** A slider over the chunk sizes; the picture follows it. */
-function drag_chunk() {
+/** A slider over the chunk sizes, if there are several; the picture follows it. */
+function show_chunk_slider() {
+  $("chunklabel").hidden = axes[1]?.[0] !== "chunk";
+  if ($("chunklabel").hidden) return;
   const [, labels] = axes[1], slider = $("chunkslider");
-  $("dragchunk").hidden = true;
-  $("chunklabel").hidden = false;
   slider.max = labels.length - 1;
   slider.value = labels.indexOf(chosen.chunk);
   slider.oninput = async () => {
@@ -102,11 +119,12 @@ function drag_chunk() {
     end_opening();
   };
   $("chunksize").textContent = chosen.chunk;
-  slider.focus();
 }
-$("again").onclick = play_again;
-$("dragchunk").onclick = drag_chunk;
-$("everything").onclick = close_opening;
+$("again").onclick = () => opening.began === null ? play_again() : end_opening();
+$("everything").onclick = async () => {
+  await close_opening();
+  if (chosen[axes[0][0]] === "vllm") await tour(0);  // not if a policy of one's own comes first
+};
 $("ownpolicy").onclick = async () => {
   await close_opening();
   jump_to_editor();

@@ -46,7 +46,8 @@ function draw_strips(lanes, pen) {
   draw_gap_strip(lanes, pen);
   draw_batches(lanes, pen);
 }
-/** A lane for each stage: its batches, coloured by what is in them, and hatched bubbles. */
+/** A lane for each stage: its batches, coloured by what is in them, and hatched bubbles. Where a
+ * pixel holds both, the hatching is as high as the share of the bubbles. */
 function draw_stages(lanes, pen) {
   const [top, bottom] = lanes.band("stages");
   if (bottom === top) return;
@@ -59,16 +60,27 @@ function draw_stages(lanes, pen) {
       pen.fillStyle = palette[kind_of_batch(iteration)];
       lanes.fill(pen, start, end, y, height);
     }
-    for (const {stages} of iterations) {  // above the batches: zoomed out they would hide
-      const [start, , bubble] = stages[stage];
-      if (!bubble) continue;
-      const left = lanes.x(start - bubble), width = Math.max(lanes.x(start) - left, 1);
-      pen.fillStyle = palette.back;
-      pen.fillRect(left, y, width, height);
-      pen.fillStyle = hatching;
-      pen.fillRect(left, y, width, height);
-    }
+    bubble_shares(lanes, stage).forEach((share, x) => {
+      if (!share) return;
+      for (const fill of [palette.back, hatching]) {
+        pen.fillStyle = fill;
+        pen.fillRect(LEFT + x, y, 1, share * height);
+      }
+    });
   }
+}
+/** The share of each pixel of the plot that is a bubble of a stage. */
+function bubble_shares(lanes, stage) {
+  const shares = new Float64Array(Math.max(0, Math.ceil(lanes.width)));
+  for (const {stages} of iterations_in_view(lanes.run)) {
+    const [start, , bubble] = stages[stage];
+    if (!bubble) continue;
+    const from = Math.max(0, lanes.x(start - bubble) - LEFT);
+    const to = Math.min(shares.length, lanes.x(start) - LEFT);
+    for (let x = Math.floor(from); x < to; x++)
+      shares[x] += Math.min(to, x + 1) - Math.max(from, x);
+  }
+  return shares;
 }
 function hatched(pen) {  // stripes of 45 degrees
   const tile = new OffscreenCanvas(6, 6), tile_pen = tile.getContext("2d");

@@ -169,7 +169,7 @@ function compare_longest_gaps(run, other) {
 function explain_costs() {
   if (!data.costs) return "";
   const {decodes, chunk, decodes_s, chunk_s, both_s} = data.costs;
-  return `On this GPU ${decodes} ${DECODES} alone take <b>${format_seconds(decodes_s)}</b>, ` +
+  return `On this GPU, with attention, ${decodes} ${DECODES} alone take <b>${format_seconds(decodes_s)}</b>, ` +
     `${colored("prefill", `a chunk of ${chunk}`)} alone <b>${format_seconds(chunk_s)}</b>, ` +
     `both together <b>${format_seconds(both_s)}</b>: the decodes ride along for ` +
     `<b>${format_seconds(both_s - chunk_s)}</b>.`;

@@ -1,1 +1,0 @@
-"""Other engines beside this one: `python -m examples.compare --against transformers,openvino`."""
