@@ -23,6 +23,7 @@ from cli.console import make_app, run, visible
 from cli.model import EngineOptions, ModelOptions
 
 app = make_app("sample.py", "Text in, text out.")
+Texts = Annotated[tuple[str, ...], Parameter(show_default=False)]
 
 
 @Parameter(name="*")
@@ -30,9 +31,9 @@ app = make_app("sample.py", "Text in, text out.")
 class SampleOptions:
     """What to write, and how."""
 
-    prompt: tuple[str, ...] = ()
+    prompt: Texts = ()
     """Text to continue; may be repeated."""
-    chat: tuple[str, ...] = ()
+    chat: Texts = ()
     """What to say to a chat model, in its template; may be repeated."""
     max_new_tokens: PositiveInt = 100
     """The most tokens to generate for each prompt."""

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from cyclopts import Parameter
 from cyclopts.types import PositiveInt
@@ -90,7 +91,11 @@ class ExploreOptions:
             raise ValueError("--pyodide: needs --site")
 
 
-def main(policies: str = "", *, options: ExploreOptions = ExploreOptions()) -> None:
+def main(
+    policies: Annotated[str, Parameter(show_default=False)] = "",
+    *,
+    options: ExploreOptions = ExploreOptions(),
+) -> None:
     """A page to play with: what policies do with a load, and why.
 
     Parameters
