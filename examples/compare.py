@@ -6,8 +6,9 @@ requests, decode greedily, and have a process of their own. They take turns, so 
 of the machine is nobody's.
 
 transformers generates batch by batch, as request-level does. openvino-genai is there if it is
-installed, with optimum-intel: its scheduler is stall-free or takes prompts first, on the CPU alone,
-and it computes in float32 where a CPU has no bfloat16. How fast one person's text appears is
+installed, with optimum-intel, whose version 2.2 needs a transformers before 5.6: its scheduler is
+stall-free or takes prompts first, on the CPU alone, and it computes in float32 where a CPU has no
+bfloat16. How fast one person's text appears is
 `--batch 1 --requests 1 --prompt 32 --output 128`.
 
 Another engine is one more function, and a line in ENGINES. Read first: offline.py."""
