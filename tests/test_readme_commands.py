@@ -33,6 +33,7 @@ TINY = {  # how a command begins -> options in place of its own, or beside them
     "bench.py explore": "--requests 12",
     "bench.py paper": MODEL,
     "bench.py serve": f"{MODEL} {LOAD} --lengths 20+4,30+8 --qps 40",
+    "bench.py today": "",
     "sample.py": f"{MODEL} --max-new-tokens 4",
     "-m server": f"{MODEL} --max-len 256",
 }
