@@ -7,7 +7,6 @@ A process that torchrun has started writes only if it is the first, of rank 0.""
 
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
@@ -15,8 +14,6 @@ from io import TextIOWrapper
 from cyclopts import App, CycloptsError, Parameter
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TWICE_S = 0.5
 
 
 def make_app(name: str, help: str) -> App:
@@ -53,14 +50,3 @@ def run(main: Callable[[], object]) -> None:
 def visible(text: str) -> str:
     """The text with its control characters as escapes: a terminal shows them and does not obey."""
     return CONTROLS.sub(lambda match: repr(match.group())[1:-1], text)
-
-
-def explain(error: BaseException) -> str | None:
-    """The message for an error that a user can cause; None for others."""
-    place = getattr(error, "place", None)  # of a PolicyError
-    text = " ".join(str(error).split("\n")[0].split())
-    is_memory = type(error).__name__ == "OutOfMemoryError"
-    if not is_memory and not isinstance(error, ValueError | OSError | MemoryError):
-        return None
-    text = f"no memory on the GPU for this model: {text}" if is_memory else text
-    return f"error: {place}: {text}" if place else f"error: {text}"

@@ -119,10 +119,14 @@ class Ranks:
     def unbroken(self) -> Iterator[None]:
         """What is sent, computed or received here is so whole: if an exception breaks it off, the
         ranks are out of step, and no command follows."""
-        assert self.in_step, "the ranks are out of step: a command was broken off"
+        self.check_in_step()
         self.in_step = False
         yield
         self.in_step = True
+
+    def check_in_step(self) -> None:
+        """Raise AssertionError if the ranks cannot go on."""
+        assert self.in_step, "the ranks are out of step: a command was broken off"
 
     def end(self) -> None:
         """Let the other ranks end. Those that are out of step end when they lose this one."""

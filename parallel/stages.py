@@ -275,8 +275,10 @@ class ParallelEngine(Engine):
         return self.advance(scheduler, flight.batch, tokens, now)
 
     def reset(self) -> None:
-        """As of Engine. Waits for the ranks, which compute what is of no use any more."""
+        """As of Engine. Waits for the ranks, which compute what is of no use any more. Raises
+        AssertionError if they are out of step."""
         super().reset()
+        self.ranks.check_in_step()
         while self.flights:
             self.step()
 

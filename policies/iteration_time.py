@@ -97,11 +97,6 @@ class IterationTime:
             self._fit(PROFILE_SWEEPS)
 
     @property
-    def law(self) -> list[float]:
-        """Seconds: the base, of a prefill token, a decode, a key of a decode, a pair of a chunk."""
-        return [self.scale * coefficient for coefficient in self._coefficients]
-
-    @property
     def margin(self) -> float:
         """By which fraction an iteration may take longer than predicted."""
         return self.caution * self.spread

@@ -4,6 +4,7 @@ Read first: checkpoints.py. Read next: gguf_tokenizer.py, streams.py."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -111,7 +112,11 @@ def load_tokenizer(name: str | Path) -> HubTokenizer:
     name = find(name)
     if is_gguf(name):
         return HubTokenizer(*make_tokenizer(read_gguf(name)))
-    stops = generation_config(name).eos_token_id or ()
+    stops = generation_config(name).eos_token_id
+    config = Path(name, "config.json")
+    if stops is None and config.is_file():  # not by AutoConfig, which has a default for LLaMA
+        stops = json.loads(config.read_text("utf-8")).get("eos_token_id")
+    stops = () if stops is None else stops
     stop_token_ids = frozenset([stops] if isinstance(stops, int) else stops)
     file = Path(name, "tokenizer.model")
     if file.is_file() and not file.with_name("tokenizer.json").exists():

@@ -102,6 +102,8 @@ def default_sampling(model: str | None) -> SamplingParams:
         print(f"warning: generation_config.json: {message}", file=sys.stderr, flush=True)
     values = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k")}
     recommended = {name: value for name, value in values.items() if value is not None}
+    if recommended.get("top_k") == -1:  # as vLLM says all tokens
+        recommended["top_k"] = 0
     return replace(OPENAI_SAMPLING, **recommended)
 
 

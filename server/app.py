@@ -171,6 +171,10 @@ def app_of(
 async def _reject(request: HttpRequest, error: RequestValidationError) -> Response:
     """The response to a body with a wrong field: pydantic's first message, and its place."""
     first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return error_response(ApiError(400, f"the body is no JSON: {first['ctx']['error']}"))
+    if isinstance(first["input"], bytes):
+        return error_response(ApiError(400, "Content-Type: must be application/json"))
     place = [str(part) for part in first["loc"][1:]]
     message = ": ".join([".".join(place), first["msg"]]) if place else first["msg"]
     return error_response(ApiError(400, message, place[0] if place else None))

@@ -6,6 +6,8 @@ Read first: engine.py. Read next: responses.py."""
 
 import asyncio
 import logging
+import os
+import signal
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -86,23 +88,36 @@ class EngineThread:
             events = self.engine.step()
         except Exception:
             log.exception("a step of the engine failed")
-            self.engine.reset()
-            deliveries = [(queue, None) for queue in self.queues.values()]
-            self.queues.clear()
-        else:
-            if self.engine.last_iteration:
-                self._record(self.engine.last_iteration)
-            for event in events:
-                self._keep_token(event)
-                if event.request.id in self.queues:
-                    deliveries.append((self.queues[event.request.id], event))
-                if event.finish_reason:
-                    self.metrics.observe(event.request)
-        if self.loop is not None:
-            self.loop.call_soon_threadsafe(_put_all, deliveries)
+            self._fail()
+            return
+        if self.engine.last_iteration:
+            self._record(self.engine.last_iteration)
+        for event in events:
+            self._keep_token(event)
+            if event.request.id in self.queues:
+                deliveries.append((self.queues[event.request.id], event))
+            if event.finish_reason:
+                self.metrics.observe(event.request)
+        self._deliver(deliveries)
         self.stepping = self.engine.has_work
         if self.stepping:
             self.executor.submit(self.step)
+
+    def _deliver(self, deliveries: list[tuple[EventQueue, Event | None]]) -> None:
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(_put_all, deliveries)
+
+    def _fail(self) -> None:
+        """End all requests. Where the engine cannot be reset, as with ranks that are out of step,
+        the server ends."""
+        self._deliver([(queue, None) for queue in self.queues.values()])
+        self.queues.clear()
+        self.stepping = False
+        try:
+            self.engine.reset()
+        except Exception:
+            log.exception("the engine cannot go on, the server ends")
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _end(self, request_id: int) -> None:
         self.queues.pop(request_id, None)

@@ -186,7 +186,9 @@ class Function(BaseModel, strict=True, extra="allow"):
     """A function that was called. OpenAI's clients send its arguments as JSON text."""
 
     name: str
-    arguments: Json[dict[str, Any]] | dict[str, Any]
+    arguments: Annotated[
+        Json[dict[str, Any]] | dict[str, Any], BeforeValidator(lambda value: value or {})
+    ]
 
 
 class ToolCall(BaseModel, strict=True, extra="allow"):

@@ -14,6 +14,14 @@ PARAMS = SamplingParams(8)
 EXPECTED = [alone(MODEL, prompt, PARAMS) for prompt in PROMPTS]
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """A process in the background ignores Ctrl-C: not here."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
 def ctrl_c():
     signal.raise_signal(signal.SIGINT)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -307,3 +308,20 @@ def test_a_viewer_sees_the_state_and_then_each_iteration(monkeypatch):
         complete(served, "hello")
         assert served.http.get("/records/0").json()["records"][0].keys() == {"settings", "live"}
         assert len(served.http.get("/records/40").json()["records"]) == 2
+
+
+def test_an_engine_that_cannot_be_reset_ends_the_server_and_its_clients_are_told(monkeypatch):
+    signals = []
+    monkeypatch.setattr("server.engine_thread.os.kill", lambda pid, number: signals.append(number))
+    with serving() as served:
+        monkeypatch.setattr(served.engine, "step", lambda: 1 / 0)
+        monkeypatch.setattr(served.engine, "reset", lambda: 1 / 0)
+        with pytest.raises(openai.InternalServerError):
+            complete(served, "x")
+        wait_for(lambda: signals == [signal.SIGTERM])
+
+
+def test_a_call_without_arguments_has_none_for_the_template():
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": ""}}
+    message = Message(role="assistant", content=None, tool_calls=[call])
+    assert message.for_template()["tool_calls"][0]["function"]["arguments"] == {}

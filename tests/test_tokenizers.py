@@ -151,7 +151,7 @@ def test_llama3_merges_words_and_starts_with_bos(every):
     assert tokenizer.stop_token_ids == {eot}
 
 
-def test_stop_tokens_are_those_of_generation_config_or_the_tokenizer(tmp_path):
+def test_stop_tokens_are_those_of_generation_config_or_config_or_the_tokenizer(tmp_path):
     byte_level_directory(tmp_path)
     settings = {"eos_token": "<eos>", "tokenizer_class": "PreTrainedTokenizerFast"}
     write_json(tmp_path / "tokenizer_config.json", settings)
@@ -159,6 +159,9 @@ def test_stop_tokens_are_those_of_generation_config_or_the_tokenizer(tmp_path):
     for ids, expected in ((None, {0}), (6, {6}), ([6, 7], {6, 7})):
         write_json(tmp_path / "generation_config.json", {"eos_token_id": ids})
         assert load_tokenizer(tmp_path).stop_token_ids == expected
+    (tmp_path / "generation_config.json").unlink()
+    write_json(tmp_path / "config.json", {"model_type": "llama", "eos_token_id": [0, 5]})
+    assert load_tokenizer(tmp_path).stop_token_ids == {0, 5}
 
 
 MESSAGES = [{"role": "user", "content": "hi <b> <s> there"}]

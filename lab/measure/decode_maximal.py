@@ -33,11 +33,6 @@ class HybridTime(BatchTime):
     prefill_ms: float  # what the prefill of the batch takes alone
 
     @property
-    def prefill_token_ms(self) -> float | None:
-        """What a token of the prefill costs; None without prefill."""
-        return self.prefill_ms / self.prefill_tokens if self.prefill_tokens else None
-
-    @property
     def decode_token_ms(self) -> float | None:
         """What a decode costs: its share of what the batch takes longer than its prefill alone
         (SARATHI §5.1.1). None without decodes."""
