@@ -1,8 +1,8 @@
 """A custom policy: copy this file, change it, and see its gains and its price.
 
     cp policies/template.py my_policy.py
-    python bench.py explore my_policy.py:ShortestFirst              beside others, step by step
-    python bench.py check my_policy.py:ShortestFirst                names a rule that it breaks
+    python bench.py explore --policies my_policy.py:ShortestFirst   beside others, step by step
+    python bench.py check --policies my_policy.py:ShortestFirst     names a rule that it breaks
 
 Override one of these methods, which scheduler.py explains:
 

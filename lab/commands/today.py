@@ -17,8 +17,9 @@ INTRODUCTION = """\
 Each policy is a short class: the papers' in [`scheduler.py`](../scheduler.py), those of today's
 engines in [`today.py`](today.py), with the file that each was read in, and what users propose in
 [`remedies.py`](remedies.py). `--policy vllm-v1` serves with one,
-`bench.py check vllm-v1 --random-loads 2000` checks it, `bench.py explore vllm-v1` shows each of its
-decisions. All below is simulated, and made by `bench.py today --write policies`.
+`bench.py check --policies vllm-v1 --random-loads 2000` checks it, and
+`bench.py explore --policies vllm-v1` shows each of its decisions. All below is simulated, and made
+by `bench.py today --write policies`.
 """
 
 
