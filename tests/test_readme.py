@@ -190,3 +190,10 @@ def test_every_link_leads_to_a_file():
     for room, text in TEXTS.items():
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (ROOT / room / link).exists(), f"{room}README.md links to {link}"
+
+
+def test_what_the_first_line_prints_is_its_result():
+    printed = MAIN.partition("```text\n")[2].partition("```")[0]
+    result = (ROOT / "results/epyc-2-threads/chunk-256.txt").read_text("utf-8")
+    lines = [" ".join(line.split()) for line in result.splitlines()]
+    assert all(" ".join(line.split()) in lines for line in printed.splitlines())
