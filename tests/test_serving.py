@@ -44,7 +44,8 @@ def report_of(tmp_path):
     """A function that runs a command: what it writes."""
 
     def run(words):
-        bench.main([*words.split(), f"--json={tmp_path}/report.json"])
+        argv = [word.replace("FOLDER", str(tmp_path)) for word in words.split()]
+        bench.main([*argv, f"--json={tmp_path}/report.json"])
         return json.loads((tmp_path / "report.json").read_text("utf-8"))
 
     return run
@@ -53,7 +54,7 @@ def report_of(tmp_path):
 def test_serve_writes_numbers_a_picture_and_a_page(tmp_path, report_of, plots):
     names = ["hybrid-only", "chunked-only", "sarathi-serve:8"]
     load = "--requests 5 --qps 30 --classes low=2,normal=3 --page-size 8"
-    files = f"--plot {tmp_path}/run.png --html {tmp_path}/run.html"
+    files = "--plot FOLDER/run.png --html FOLDER/run.html"
     report = report_of(f"serve {TINY} {load} {files} --policies {','.join(names)}")
     assert report["options"]["kv_tokens"] == 64 and report["machine"]["model"] == "llama-tiny"
     assert report["slo_s"] == pytest.approx(5 * report["base"]["seconds"])
@@ -76,7 +77,7 @@ def test_capacity_writes_every_run_of_its_search(tmp_path, report_of, plots, mon
 
     monkeypatch.setattr(metrics, "missed", lambda *_, **__: "")
     monkeypatch.setattr(capacity, "search_capacity", search_two)
-    load = f"--requests 16 --slo 50 --ratio 1.5 --plot {tmp_path}/c.png"
+    load = "--requests 16 --slo 50 --ratio 1.5 --plot FOLDER/c.png"
     report = report_of(f"capacity {TINY} {load} --policies vllm,sarathi-serve")
     assert list(report["results"]) == ["vllm", "sarathi-serve"] and report["slo_s"] == 50
     for result in report["results"].values():
@@ -114,7 +115,7 @@ def test_an_interrupt_keeps_what_there_is(report_of, tmp_path, monkeypatch, plot
 
     monkeypatch.setattr(run_loop.LoadRun, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        load = f"--requests 4 --qps 40 --slo 50 --plot {tmp_path}/i.png"
+        load = "--requests 4 --qps 40 --slo 50 --plot FOLDER/i.png"
         report_of(f"serve {TINY} {load} --policies vllm,orca,sarathi-serve")
     runs = json.loads((tmp_path / "report.json").read_text("utf-8"))["runs"]
     cuts = {name: row["cut_short"] for name, row in runs.items()}
