@@ -40,7 +40,9 @@ class Program:
 
     def __init__(self, *words, cwd=ROOT, **environment):
         streams = [os.pipe() for _ in range(2)]
-        self.stdout, self.stderr = (os.fdopen(reader) for reader, _ in streams)
+        self.stdout, self.stderr = (
+            os.fdopen(reader, encoding="utf-8", errors="replace") for reader, _ in streams
+        )
         ends = [DupFd(writer) for _, writer in streams]
         environ = ENVIRON | {"HF_HUB_OFFLINE": "1"} | environment
         self.process = forks.Process(target=become, args=(words, cwd, environ, ends), daemon=True)
@@ -127,7 +129,7 @@ class Ended(NamedTuple):
 
     def error_of(self, rank):
         """The exception that a rank has left for torchrun."""
-        return json.loads(Path(f"{self.out}.{rank}.error").read_text())["message"]["message"]
+        return json.loads(Path(f"{self.out}.{rank}.error").read_text("utf-8"))["message"]["message"]
 
 
 def free_port():
