@@ -21,6 +21,7 @@ NOT_RUN = {  # what a command holds -> why no test runs it
     "git clone ": "needs a network and a GPU",
     ".ci/gpu.sh": "needs a GPU",
     "--nnodes ": "needs several machines",
+    "-m tests.beside ": "needs other engines",
     "--nproc-per-node 8 ": "needs eight processors",
 }
 MODEL = "--preset llama-tiny --device cpu --dtype float32"

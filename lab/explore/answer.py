@@ -151,11 +151,11 @@ def check_exercise(number: int, file: Path) -> ExerciseAnswer:
     try:
         policy = load_policy(str(file), exercise.class_name)
         problem = check_solution(policy, exercise.finder, exercise.loads(), exercise.last_check)
+    except NotImplementedError:
+        answer["line"] = f"Exercise {number}, {exercise.title}: not written yet."
+        return answer
     except Exception as error:  # of the solution
-        calls = traceback.extract_tb(error.__traceback__)
-        lines = [call.lineno for call in calls if call.filename == str(file)]
-        place = f"{FILE} line {lines[-1]}" if lines else FILE
-        answer["line"] = f"{place}: {type(error).__name__}: {error}"
+        answer["line"] = describe_error(error)
         return answer
     if problem is None:
         answer["solved"] = True
