@@ -134,7 +134,7 @@ def _load_here(
         raise ValueError(f"{length}: this model is limited to {config.max_positions}")
 
     if directory:
-        model = make_model(config, device="meta", dtype=dtype, seed=None)
+        model = empty
         load = model.load if isinstance(model, Shard) else partial(checkpoints.load_weights, model)
         load(directory, device)
     else:

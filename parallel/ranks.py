@@ -10,6 +10,7 @@ Who waits for a rank that is gone gets a RuntimeError of torch, at once; for one
 TIMEOUT. Then torchrun ends all others. Read next: shard.py."""
 
 import atexit
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +22,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-
-from runtime.torchrun import find_place
 
 T = TypeVar("T")
 Command = tuple[str, tuple[Any, ...]]  # a method's name, and its arguments
@@ -40,20 +39,19 @@ class Ranks:
         self.tp = tp
         self.pp = pp
         self.size = tp * pp
-        place = find_place()
-        self.rank = place.rank
+        started = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
         self.stage, self.part = divmod(self.rank, tp)
-        if place.world_size != self.size:
-            started = place.world_size
+        if started != self.size:
             raise ValueError(f"tp={tp}, pp={pp}: needs {self.size} processes, not {started}")
         self.device = torch.device(device_type)
         if device_type == "cuda":
             gpus = torch.cuda.device_count()
-            if place.local_world_size > gpus:
-                raise ValueError(
-                    f"LOCAL_WORLD_SIZE={place.local_world_size}: there are {gpus} GPUs"
-                )
-            self.device = torch.device("cuda", place.local_rank)
+            on_node = int(os.environ.get("LOCAL_WORLD_SIZE", started))
+            if on_node > gpus:
+                raise ValueError(f"LOCAL_WORLD_SIZE={on_node}: there are {gpus} GPUs")
+            local_rank = int(os.environ.get("LOCAL_RANK", self.rank % on_node))
+            self.device = torch.device("cuda", local_rank)
             torch.cuda.set_device(self.device)
 
         self.work: Any = None  # the object whose methods are called, once `start` has made it

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import ROOT, repository
 
-LOW = "runtime.files runtime.torchrun runtime.memory"
+LOW = "runtime.files runtime.memory"
 SHARED = "request scheduler policies"
 PLANNING = f"pretrained.presets config {SHARED} kv_cache bookkeeping parallel.micro_batches {LOW}"
 CACHE = "config request kv_cache"
@@ -28,8 +28,7 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "policies": "config request kv_cache scheduler",
     "parallel.micro_batches": SHARED,
     "runtime.files": "",
-    "runtime.torchrun": "",
-    "runtime.memory": "config kv_cache runtime.torchrun",
+    "runtime.memory": "config kv_cache",
     "pretrained": "pretrained.presets config request torch",
     "attention": f"{CACHE} torch",
     "model": f"{CACHE} pretrained attention torch",

@@ -72,18 +72,6 @@ class DecodeMaximal:
         alone_ms = self.decode_only.total_ms / self.decode_only.decodes
         return alone_ms / (added_ms / hybrid.decodes)
 
-    @property
-    def promised_gain(self) -> float:
-        """The gain in throughput over request-level that the products promise (§4.4, §5.1.3).
-
-        It is that of the balanced P:D ratio, if each row of a hybrid batch cost what a row of a
-        whole prompt costs. The head is left out of the prompt: it has one row."""
-        hybrid = self.decode_maximal
-        row_ms = (self.prompt.products_ms - self.prompt.head_ms) / self.prompt.prefill_tokens
-        decodes_ms = hybrid.decodes * self.decode_only.products_ms / self.decode_only.decodes
-        request_level_ms = hybrid.prefill_tokens * row_ms + decodes_ms
-        return request_level_ms / ((hybrid.prefill_tokens + hybrid.decodes) * row_ms)
-
 
 def measure_decode_maximal(
     model: GPT,
