@@ -142,11 +142,11 @@ class GPT(nn.Module):
                 self.rope = rope_table(config, cache.max_len, self.device, self.dtype)
             inputs = [self.rope[batch.positions]]
         for layer, block in enumerate(self.blocks):
-            qkv = by_rows(block.project, x, *inputs)
+            qkv = block.project(x, *inputs)
             q, kv = qkv.split([config.n_head, 2 * config.n_kv_head], dim=1)
             cache.write(layer, kv, batch.slot_mapping)
             y = batch.attend(q, *cache.layer(layer))
-            x = by_rows(block.finish, x, y)
+            x = block.finish(x, y)
         return x
 
     def logits(self, x: Tensor, batch: FlatBatch) -> Tensor:
@@ -205,18 +205,6 @@ class Block(nn.Module):
             gate, up = h.chunk(2, dim=-1)
             h = F.silu(gate).mul_(up)
         return self.ffn_ln2(h).add_(x)
-
-
-def by_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """function(*tensors), for long batches in pieces of some rows, of which each is its own.
-
-    A CPU's allocator returns blocks of over 32 MB to the system, and new ones mean page faults. On
-    CUDA it bounds the memory."""
-    rows = 8192 if tensors[0].is_cuda else 1024
-    if len(tensors[0]) <= rows:
-        return function(*tensors)
-    pieces = zip(*(tensor.split(rows) for tensor in tensors), strict=True)
-    return torch.cat([function(*piece) for piece in pieces])
 
 
 def new_norm(config: GPTConfig) -> nn.LayerNorm | nn.RMSNorm:

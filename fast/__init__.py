@@ -2,6 +2,7 @@
 
     cpu_blocks, cpu_matmul, flash, xformers    attention's other backends, beside attention/sdpa.py
     packed_linear                              weights as a CPU multiplies them fastest
+    pieces                                     long batches, some rows at a time
     cuda_graphs                                decodes on CUDA, launched as one
 
 runtime/runner.py asks whether the folder is there, and nobody else does.
@@ -35,6 +36,7 @@ from fast.flash import Flash
 from fast.packed_linear import multiplies_bfloat16
 from fast.packed_linear import pack as pack
 from fast.padding import padded_sizes
+from fast.pieces import cut_long_batches as cut_long_batches
 from fast.xformers import XFormers
 from kv_cache import KVCache
 from model import GPT

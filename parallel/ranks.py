@@ -87,9 +87,12 @@ class Ranks:
             signal.signal(number, signal.SIG_IGN)  # rank 0 may keep what it has; then all end
         self.work = make()
         commands: SimpleQueue[Command | None] = SimpleQueue()
-        Thread(target=self._listen, args=[commands], daemon=True).start()
+        listener = Thread(target=self._listen, args=[commands], daemon=True)
+        listener.start()
         for method, arguments in iter(commands.get, None):
             getattr(self.work, method)(*arguments)
+        listener.join()
+        self._leave()
 
     def _listen(self, commands: SimpleQueue[Command | None]) -> None:
         """Take each command at once, so that no rank waits until another has carried it out."""
@@ -130,3 +133,10 @@ class Ranks:
         """Let the other ranks end. Those that are out of step end when they lose this one."""
         if self.in_step:
             self._broadcast(None)
+            self._leave()
+
+    def _leave(self) -> None:
+        """End gloo's threads: one that frees a tensor while Python ends would abort the process."""
+        self.tp_group = None
+        self.command_group = None
+        dist.destroy_process_group()

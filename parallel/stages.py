@@ -233,7 +233,8 @@ class ParallelEngine(Engine):
     def step(self) -> list[Event]:
         """Send the next batch on its way, or else wait for the one that was sent first.
 
-        Returns an Event for each new token."""
+        Returns an Event for each new token. Raises AssertionError if the ranks are out of step."""
+        self.ranks.check_in_step()
         self.last_iteration = None
         for number in self.order:
             if number not in self.flights and self._begin_batch(number):
@@ -275,12 +276,12 @@ class ParallelEngine(Engine):
         return self.advance(scheduler, flight.batch, tokens, now)
 
     def reset(self) -> None:
-        """As of Engine. Waits for the ranks, which compute what is of no use any more. Raises
-        AssertionError if they are out of step."""
+        """As of Engine. Waits for the ranks, which compute what is of no use any more, unless they
+        are out of step."""
         super().reset()
-        self.ranks.check_in_step()
-        while self.flights:
+        while self.flights and self.ranks.in_step:
             self.step()
+        self.flights.clear()
 
 
 def engine_for(model: GPT) -> type[Engine]:

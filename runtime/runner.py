@@ -47,6 +47,7 @@ class Runner:
         self.fast = find_fast()
         if self.fast is not None:
             self.fast.pack(model)
+            self.fast.cut_long_batches(model)
             self.attention = self.fast.make_attention(model.config, self.cache, attention)
             self.graphs = self.fast.DecodeGraphs(model, self.cache, self.attention)
         elif attention not in ("auto", "sdpa"):

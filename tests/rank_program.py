@@ -18,6 +18,7 @@ import torch
 import parallel.ranks
 from cli import console
 from cli.loading import ModelOptions, load_model
+from engine import no_interrupt
 from parallel.ranks import Ranks
 from parallel.shard import Shard
 from parallel.stages import Stage, engine_for
@@ -201,7 +202,8 @@ def be_a_rank(job):
     try:
         result = globals()[job["program"]](job)
     except KeyboardInterrupt:
-        Path(f"{out}.kept").touch()
+        with no_interrupt():  # torchrun sends another
+            Path(f"{out}.kept").touch()
         raise
     Path(out).write_text(json.dumps(result), "utf-8")
 
