@@ -129,6 +129,26 @@ def attend_spans(q, keys, values, spans, page_size):
     return torch.cat(parts)
 
 
+def attend_sequences(inputs):
+    """What an operator of xformers must yield for its Inputs: each sequence of the mask alone."""
+    mask = inputs.attn_bias
+    q, k, v = (x.flatten(2, 3)[0] for x in (inputs.query, inputs.key, inputs.value))
+    counts = mask.k_seqinfo.seqlen.tolist()
+    assert mask.k_seqinfo.max_seqlen >= max(counts)
+    first_rows = mask.q_seqinfo.seqstart_py
+    parts = []
+    for i, count in enumerate(counts):
+        if hasattr(mask, "block_tables"):
+            slots = slot_mapping(mask.block_tables[i].tolist(), mask.page_size, 0, count)
+        else:
+            first = mask.k_seqinfo.seqstart_py[i]
+            slots = list(range(first, first + count))
+        rows = slice(first_rows[i], first_rows[i + 1])
+        parts.append(attend(q[rows], k[slots], v[slots], None, causal=True))
+    y = torch.cat(parts).to(q.dtype)[None]
+    return y.unflatten(2, inputs.query.shape[2:4])
+
+
 class FlashByDefinition(TorchDispatchMode):
     """Computes each call of flash attention from exactly its arguments, and keeps the calls."""
 

@@ -108,11 +108,3 @@ def test_float32_is_served_by_torch(gpu, page_size):
 def test_newer_gpus_are_served(gpu):
     engine = serve(gpu, new_model(), page_size=64)
     assert not isinstance(engine.runner.attention, SDPA)
-
-
-@pytest.mark.parametrize("gpu", [(7, 0), (7, 5)], indirect=True)
-def test_older_gpus_are_served_by_torch_which_is_said_once(gpu):
-    with pytest.warns(UserWarning) as said:
-        engine = serve(gpu, new_model(dtype=torch.float16))
-    assert len(said) == 1
-    assert isinstance(engine.runner.attention, SDPA)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fast import BACKENDS, Flash
-from kv_cache import slot_mapping
 from model import FlatBatch
 from test_equivalence import a_span
 from tests.cuda.batches import (
@@ -21,7 +20,13 @@ from tests.cuda.batches import (
     reads_pages,
     scattered_spans,
 )
-from tests.cuda.flash import FlashByDefinition, attend, attend_spans, pretend_flash
+from tests.cuda.flash import (
+    FlashByDefinition,
+    attend,
+    attend_sequences,
+    attend_spans,
+    pretend_flash,
+)
 from tests.helpers import poisoned_cache, tiny_model
 from tests.test_xformers import NoWaiting
 
@@ -42,18 +47,7 @@ def split_k_by_definition(monkeypatch):
     from xformers.ops.fmha import triton_splitk
 
     def apply(operator, inputs, needs_gradient):
-        mask = inputs.attn_bias
-        q, k, v = (x.flatten(2, 3)[0] for x in (inputs.query, inputs.key, inputs.value))
-        parts = []
-        for i, count in enumerate(mask.k_seqinfo.seqlen.tolist()):
-            if hasattr(mask, "block_tables"):
-                slots = slot_mapping(mask.block_tables[i].tolist(), mask.page_size, 0, count)
-            else:
-                first = mask.k_seqinfo.seqstart_py[i]
-                slots = list(range(first, first + count))
-            parts.append(attend(q[i : i + 1], k[slots], v[slots], None, causal=True))
-        y = torch.cat(parts).to(q.dtype)[None]
-        return y.unflatten(2, inputs.query.shape[2:4]), None
+        return attend_sequences(inputs), None
 
     monkeypatch.setattr(triton_splitk.FwOp, "apply", classmethod(apply))
 
