@@ -1,5 +1,6 @@
 """fast/ on a CPU, held against torch's sdpa: blocks of queries, products, compiled layers."""
 
+import itertools
 import random
 
 import pytest
@@ -67,43 +68,45 @@ def test_decodes_that_share_pages_equal_each_alone(
     model = tiny_model(n_kv_head=n_kv_head)
     rng = random.Random(1)
     for readers in READERS:
-        spans, pages = spans_that_share_pages(rng, readers, page_size, longest, scattered)
-        *decodes, chunk = spans
+        decodes, chunk, pages = spans_that_share_pages(rng, readers, page_size, longest)
+        spans = [*decodes, chunk]
+        if scattered:
+            order = rng.sample(range(pages), pages)
+            for span in spans:
+                span.pages[:] = [order[page] for page in span.pages]
         cache = poisoned_cache(model, times * pages, page_size, longest)
         layer = cache.layer(0)
         for span in spans:
             fill(layer, span, page_size)
-        rows = len(decodes) + chunk.length
-        q = torch.randn(rows, 4, model.config.head_dim, dtype=torch.float64)
+        n = len(decodes)
+        q = torch.randn(n + chunk.length, 4, model.config.head_dim, dtype=torch.float64)
         expected = SDPA(model.config, cache).plan(spans)(q, *layer)
         backend = Matmul(model.config, cache)
         close(backend.plan(spans)(q, *layer), expected)
-        n = len(decodes)
         close(backend.plan(decodes)(q[:n], *layer), expected[:n])
         for i, decode in enumerate(decodes):
             close(backend.plan([decode])(q[i : i + 1], *layer), expected[i : i + 1])
 
 
-def spans_that_share_pages(rng, readers, page_size, longest, scattered):
-    """Decodes, of which readers[i] share their first pages for each i, and a chunk that shares
-    those of the first; and the number of pages of their cache, one of which nobody has."""
-    prefixes = []  # numbers of shared pages
-    own = []  # (i, end) of each span
-    for i, count in enumerate(readers):
-        prefix = rng.randint(0, (longest - 5) // page_size) if count > 1 else 0
+def spans_that_share_pages(rng, readers, page_size, longest):
+    """Decodes, of which readers[i] share their first pages for each i, a chunk that shares those of
+    the first, and the number of pages of their cache, one of which nobody has."""
+    new_page = itertools.count().__next__
+    prefixes = []
+    decodes = []
+    for count in readers:
+        shared = rng.randint(0, (longest - 5) // page_size) if count > 1 else 0
+        prefix = [new_page() for _ in range(shared)]
         prefixes.append(prefix)
-        own += [(i, rng.randint(prefix * page_size + 1, longest)) for _ in range(count)]
-    chunk_start = prefixes[0] * page_size
-    own.append((0, min(longest, chunk_start + 3)))
-    needed = prefixes + [-(-end // page_size) - prefixes[i] for i, end in own]
-    pages = sum(needed) + 1
-    order = rng.sample(range(pages), pages) if scattered else range(pages)
-    tables = [[order[page] for page in table] for table in block_tables(needed, scattered=False)]
-    spans = []
-    for (i, end), own_table in zip(own, tables[len(readers) :], strict=True):
-        spans.append(a_span(tables[i] + own_table, end - 1, 1))
-    spans[-1] = a_span(spans[-1].pages, chunk_start, own[-1][1] - chunk_start)
-    return spans, pages
+        for _ in range(count):
+            end = rng.randint(shared * page_size + 1, longest)
+            own = [new_page() for _ in range(shared, -(-end // page_size))]
+            decodes.append(a_span(prefix + own, end - 1, 1))
+    start = len(prefixes[0]) * page_size
+    length = min(3, longest - start)
+    own = [new_page() for _ in range(-(-length // page_size))]
+    chunk = a_span(prefixes[0] + own, start, length)
+    return decodes, chunk, new_page() + 1
 
 
 def fill(layer, span, page_size):
