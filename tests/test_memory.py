@@ -19,11 +19,7 @@ MODEL = tiny_model(n_kv_head=2)
 @pytest.fixture
 def let_be_free(monkeypatch):
     """Sets the memory that is free."""
-
-    def let(free):
-        monkeypatch.setattr("runtime.memory.free_bytes", lambda device: free)
-
-    return let
+    return lambda free: monkeypatch.setattr("runtime.memory.free_bytes", lambda device: free)
 
 
 def test_kv_bytes_are_known_before_they_are_allocated():
@@ -34,7 +30,7 @@ def test_kv_bytes_are_known_before_they_are_allocated():
     assert kv_bytes_per_token(thirteen_b, torch.float16) == 819_200
 
 
-def test_pages_that_fit_are_the_formula(let_be_free):
+def test_pages_that_fit_are_the_formula(let_be_free, monkeypatch):
     # LLaMA-13B, SARATHI §4.3.1: 40 layers, 5,120 wide, K and V, 2 bytes; 22 GB for them
     model = GPT(GPTConfig.preset("llama-13b"), "meta", torch.float16, seed=None)
     let_be_free(44 * 10**9)  # half is left
@@ -43,6 +39,10 @@ def test_pages_that_fit_are_the_formula(let_be_free):
     let_be_free(10)
     with pytest.raises(ValueError):
         pages_that_fit(model, 2048, 16)
+    let_be_free(30 * 10**9)
+    monkeypatch.setattr(GPT, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80 * 10**9))
+    assert pages_that_fit(model, 1024, 1024) == 26  # a tenth of a GPU is for activations
 
 
 def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
@@ -121,7 +121,9 @@ def test_presets_have_their_published_size(name, size):
 
 def test_the_defaults_are_those_of_llama_7b_and_the_readme():
     assert replace(GPTConfig(), n_inner=11008, norm_eps=1e-6) == GPTConfig.preset("llama-7b")
-    assert (EngineConfig().policy, EngineConfig().chunk) == ("sarathi-serve", 256)
+    assert EngineConfig().policy == "sarathi-serve"
+    assert EngineConfig().chunk == 256
+    assert SamplingParams() == SamplingParams(64, temperature=0.0, top_k=0, top_p=1.0)
 
 
 @pytest.mark.parametrize(

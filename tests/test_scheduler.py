@@ -10,9 +10,8 @@ from config import EngineConfig
 from kv_cache import Pages
 from parallel.micro_batches import MicroBatches
 from policies import POLICIES, make_scheduler, scheduler_of
-from policies.observers import chunk_records
 from policies.pages import make_pages
-from request import Batch, Request, Service
+from request import Request, Service
 from scheduler import SarathiServe
 from tests.helpers import GROWING, IN_ORDER, RESERVING, advance, check_batch, check_integrity
 
@@ -88,17 +87,21 @@ def test_a_policy_does_what_its_paper_says(row):
 
 
 @pytest.mark.parametrize(
-    "chunk, tile, total",
-    [(256, 128, 256), (300, 128, 256), (128, 128, 128), (100, 128, 100), (100, 1, 100)],
+    "chunk, options, total",
+    [
+        (256, {"tile": 128}, 256),
+        (300, {"tile": 128}, 256),
+        (100, {"tile": 128}, 100),
+        (101, {}, 101),
+    ],
 )
-def test_sarathi_aligns_chunk_and_decodes_to_the_tile(chunk, tile, total):
-    sizes = dict(max_batch=6, page_size=1000, pages=6, max_len=1000)
-    lengths = [(1, 60)] * 5 + [(700, 1)]
-    history, _ = simulate("sarathi", lengths, chunk=chunk, tile=tile, **sizes)
-    hybrid = [batch for batch in history if 5 in batch and "d" in batch.values()]
-    *whole, _ = hybrid  # the last chunk is a rest
-    assert whole
-    assert all(batch[5] == total - 5 and len(batch) == 6 for batch in whole)
+def test_sarathi_aligns_chunk_and_decodes_to_the_tile(chunk, options, total):
+    requests = requests_of((1, 9), (700, 1))
+    sizes = dict(chunk=chunk, max_len=1000)
+    scheduler = queue("sarathi", 6, 1000, requests, **sizes, **options)
+    advance(scheduler, scheduler.next_batch())
+    lengths = [length for _, _, length in scheduler.next_batch()]
+    assert lengths == [1, total - 1]
 
 
 def decoding(policy, pages, page_size, requests, **options):
@@ -120,19 +123,6 @@ def test_nobody_is_admitted_without_room_for_a_token(policy):
     assert second.scheduled is None
 
 
-def test_a_batch_keeps_within_its_budget_but_for_decodes():
-    decode = Request(0, [0] * 3, 2, 9, num_computed=2)
-    prompt = request(1, 9, num_computed=4)
-    late = request(2, 9)
-    batch = Batch(5)
-    batch.add_decodes([decode])
-    assert [batch.add(prompt), batch.add(late), batch.left] == [4, 0, 0]
-    assert chunk_records(batch) == [(0, 2, 1, True), (1, 4, 4, False)]
-    crowded = Batch(2)
-    crowded.add_decodes([decode] * 3)
-    assert (crowded.add(late), crowded.left, len(crowded)) == (0, -1, 3)
-
-
 # how requests move on
 
 
@@ -151,9 +141,11 @@ def test_advance_moves_requests_on_and_ends_them():
         new_tokens = scheduler.advance(batch, tokens, now)
         sampled.append([(r.id, token) for r, token in new_tokens])
     assert sampled == [[], [(0, 20), (1, 20)], [(0, 30)], [(0, 40)]]
-    assert (a.num_computed, b.num_computed) == (10, 3)  # the last token is never computed
+    assert a.num_computed == 10  # the last token is never computed
+    assert b.num_computed == 3
     assert a.tokens == [0] * 8 + [20, 30, 40]
-    assert (a.token_times, b.token_times) == ([2.0, 3.0, 4.0], [2.0])
+    assert a.token_times == [2.0, 3.0, 4.0]
+    assert b.token_times == [2.0]
     assert scheduler.next_batch() == []
     check_integrity(scheduler.pages, [])
     with pytest.raises(ValueError):
@@ -168,32 +160,10 @@ def test_advance_skips_an_aborted_request():
     for each in (gone, waits):
         scheduler.finish(each, "abort")
     assert [r for r, _ in advance(scheduler, batch, 1.0)] == [stays]
-    assert (gone.tokens, gone.finish_reason, waits.finish_reason) == ([0] * 3, "abort", "abort")
+    assert gone.tokens == [0] * 3
+    assert gone.finish_reason == waits.finish_reason == "abort"
     assert scheduler.requests == {1: stays}
     check_integrity(scheduler.pages, [stays.pages])
-
-
-# policies that fail
-
-
-def test_after_reset_nothing_is_left_whatever_came_before():
-    requests = requests_of((3, 4), (6, 4), (2, 4))
-    scheduler = started(*requests)
-    advance(scheduler, scheduler.next_batch())
-    scheduler.next_batch()
-    scheduler.pages.allocate(1)  # as by a policy that fails before it notes its page
-    scheduler.running.append(requests[2])
-    scheduler.reset()
-    assert [r.finish_reason for r in requests] == ["abort"] * 3
-    assert scheduler.next_batch() == []
-    assert not (scheduler.requests or scheduler.waiting or scheduler.running)
-    check_integrity(scheduler.pages, [])
-
-
-def run_to_the_end(scheduler):
-    for _ in range(100):
-        advance(scheduler, scheduler.next_batch())
-    assert not scheduler.requests
 
 
 class Loses(SarathiServe):
@@ -210,7 +180,8 @@ def test_a_policy_that_leaves_work_undone_is_an_error():
     scheduler = queue("sarathi-serve", 8, 8, requests)
     scheduler.__class__ = Loses
     with pytest.raises(RuntimeError):
-        run_to_the_end(scheduler)
+        while scheduler.requests:
+            advance(scheduler, scheduler.next_batch())
     assert [r.finish_reason for r in requests] == ["length", None, "length"]
 
 
@@ -250,36 +221,49 @@ def test_a_request_holds_what_its_policy_reserves(policy, page_size):
     check_integrity(pages, [])
 
 
-CROWDS = [  # requests (prompt_len, arrival, class), victims, victims by priority
-    ([(4, 0, 2), (3, 1, 2), (3, 2, 2)], [2], [2]),  # the newest
-    ([(3, 2, 2), (4, 1, 2), (3, 0, 2)], [0], [0]),  # by its arrival
-    ([(4, 5, 2), (3, 5, 2), (3, 5, 2)], [2], [2]),  # all at once: the last one added
-    ([(3, 0, 3), (4, 1, 2), (3, 2, 0)], [2], [0]),  # or the lowest, though the oldest
-    ([(4, 0, 2), (4, 1, 2), (3, 2, 2), (3, 3, 2)], [3, 2], [3, 2]),  # two for two
-    ([(4, 0, 2), (4, 1, 2), (4, 2, 2)], [2, 1], [2, 1]),  # another, and the next itself
-    ([(3, 0, 2), (3, 1, 2)], [], []),  # nobody needs a page
-]
+# prompt_len@arrival of requests, of which 4 tokens need a page; victims
+CROWDS = """
+4@0 3@1 3@2 = 2  # the newest
+3@2 4@1 3@0 = 0  # by its arrival
+4@5 3@5 3@5 = 2  # all at once: the last one added
+4@0 4@1 3@2 3@3 = 3 2  # two for two
+4@0 4@1 4@2 = 2 1  # another, and the next itself
+3@0 3@1 =  # nobody needs a page
+"""
 
 
-@pytest.mark.parametrize("policy", OF_EACH_KIND)
-@pytest.mark.parametrize("crowd, victims, of_classes", CROWDS)
-def test_the_newest_is_preempted_by_priority_of_the_lowest(policy, crowd, victims, of_classes):
-    requests = [
-        request(i, prompt_len, arrival=arrival, service=Service(priority))
-        for i, (prompt_len, arrival, priority) in enumerate(crowd)
-    ]
+def batch_without_memory(policy, requests):
+    """The batch of requests that decode, when no page is left."""
     scheduler = decoding(policy, len(requests), 4, requests)
-    if policy == "priority":
-        victims = of_classes
     assert scheduler.pages.num_free == 0
     batch = scheduler.next_batch()
     check_batch(scheduler, batch)
+    victims = [r.id for r in requests if r.preemptions]
+    assert sorted(r.id for r in scheduler.waiting) == victims == sorted(batch.preempted)
+    assert len(batch) == len(requests) - len(victims)
+    return batch, [r.id for r in scheduler.waiting]
+
+
+@pytest.mark.parametrize("policy", OF_EACH_KIND)
+@pytest.mark.parametrize("row", CROWDS.strip().splitlines())
+def test_the_newest_is_preempted_by_priority_of_the_lowest(policy, row):
+    crowd, expected = row.partition("#")[0].split("=")
+    requests = []
+    for i, each in enumerate(crowd.split()):
+        prompt_len, arrival = map(int, each.split("@"))
+        requests.append(request(i, prompt_len, arrival=arrival))
+    victims = [int(number) for number in expected.split()]
+    batch, waiting = batch_without_memory(policy, requests)
     assert batch.preempted == victims
-    waiting = [r.id for r in scheduler.waiting]
-    order = sorted if policy == "priority" else list
-    assert order(waiting) == order(reversed(victims))  # in front, the oldest of them first
-    assert {c.request.id for c in batch} == set(range(len(requests))) - set(victims)
-    assert [r.preemptions for r in requests] == [r.id in victims for r in requests]
+    if policy != "priority":
+        assert waiting == victims[::-1]  # in front, the oldest of them first
+    oldest_of_a_low_class = [
+        request(0, 3, arrival=0, service=Service(3)),
+        request(1, 4, arrival=1, service=Service(2)),
+        request(2, 3, arrival=2, service=Service(0)),
+    ]
+    batch, _ = batch_without_memory(policy, oldest_of_a_low_class)
+    assert batch.preempted == ([0] if policy == "priority" else [2])
 
 
 @EVERY
