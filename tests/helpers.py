@@ -53,7 +53,13 @@ def parse(argv):
 def repository(pattern):
     """The files of the repository that match, from its top folder: not what lies beside them."""
     command = ["git", "ls-files", pattern]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
+    listed = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    )
     return [Path(line) for line in listed.stdout.splitlines()]
 
 

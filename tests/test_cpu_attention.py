@@ -8,10 +8,10 @@ import torch
 
 from attention.sdpa import SDPA
 from fast import compile_layers
-from fast.cpu_blocks import QUERY_BLOCK, Blocks
+from fast.cpu_blocks import Blocks
 from fast.cpu_matmul import Matmul
 from kv_cache import slot_mapping
-from test_equivalence import a_span, close, figure_6, in_dtype, prefill
+from test_equivalence import a_span, close, in_dtype, prefill
 from tests.helpers import block_tables, poisoned_cache, tiny_model
 
 
@@ -32,33 +32,19 @@ def test_blocks_of_a_chunk_equal_one_call(backend, scattered):
     close(backend(model.config, cache).plan(spans)(q, *layer), expected)
 
 
-@pytest.mark.parametrize("group", [1, 2, 4])
-def test_the_mask_of_products_is_figure_6_and_hides_what_is_behind(group):
-    model = tiny_model(n_kv_head=4 // group)
-    backend = Matmul(model.config, poisoned_cache(model, 1, 300))
-    for start, length in [(0, 2), (5, 7), (63, 2), (60, 200), (0, 129)]:
-        (plan,) = backend.plan_chunks([a_span([0], start, length)], first_row=3)
-        row = 3
-        for block in plan.blocks:
-            n = block.rows.stop - row
-            first = start + row - 3
-            assert block.rows.start == row
-            assert block.keys >= first + n
-            mask = block.mask.unflatten(0, (n, group))
-            visible = torch.zeros(n, block.keys - first, dtype=torch.bool)
-            visible[:, :n] = figure_6(0, n)
-            assert torch.equal(mask == 0, visible[:, None].expand(mask.shape))
-            row += n
-        assert row == 3 + length
-        assert len(plan.blocks) == -(-length // QUERY_BLOCK)
-
-
 READERS = [[1] * 9, [2], [3, 3], [5], [5, 1, 2, 3, 1, 1], [1]]
 
 
 @pytest.mark.parametrize("times", [1, 3], ids=["mostly-read", "hardly-read"])
 @pytest.mark.parametrize("scattered", [False, True], ids=["in-order", "scattered"])
-@pytest.mark.parametrize("page_size, longest", [(1, 9), (4, 30), (16, 16)])
+@pytest.mark.parametrize(
+    "page_size, longest",
+    [
+        (1, 9),
+        (4, 30),
+        (16, 16),
+    ],
+)
 @pytest.mark.parametrize("n_kv_head", [4, 2])
 def test_decodes_that_share_pages_equal_each_alone(
     n_kv_head, page_size, longest, scattered, times, monkeypatch

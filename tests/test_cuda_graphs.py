@@ -13,7 +13,7 @@ import runtime.runner
 from engine import Engine
 from fast import cuda_graphs
 from fast.cuda_graphs import Recording
-from fast.padding import padded_sizes
+from fast.padding import padded_size, padded_sizes
 from request import lone_chunk
 from runtime.runner import Runner
 from sampling import SamplingParams
@@ -71,6 +71,14 @@ def new_engine(policy="sarathi-serve", backend="flash", max_batch=7, **sizes):
     )
 
 
+def test_numbers_of_decodes_are_padded_to_few_sizes():
+    assert padded_sizes(50) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
+    for n in range(1, 257):
+        size = padded_size(n)
+        assert n <= size <= max(2 * n, 8)
+        assert padded_size(size) == size
+
+
 @pytest.mark.parametrize("policy", ["vllm", "sarathi-serve"])
 @pytest.mark.parametrize("layout", SIZES)
 def test_graphs_give_the_same_tokens_and_the_same_cache(policy, layout, replays):
@@ -85,7 +93,13 @@ def test_graphs_give_the_same_tokens_and_the_same_cache(policy, layout, replays)
 
 @pytest.mark.parametrize("layout", SIZES)
 def test_only_batches_of_decodes_are_replayed(layout, replays):
-    runner = Runner(MODEL, 8, SIZES[layout]["page_size"], 330, "flash")
+    runner = Runner(
+        MODEL,
+        8,
+        SIZES[layout]["page_size"],
+        330,
+        "flash",
+    )
     decodes = [lone_chunk([i], 0, [5 + i]) for i in range(5)]
     chunk = lone_chunk([7], 0, [1, 2, 3])
     no_logits = lone_chunk([6], 0, [1], yields_token=False)

@@ -242,7 +242,14 @@ def test_generate_resets_what_an_interrupted_reset_has_left(monkeypatch):
     assert serves_as_a_new_one(engine)
 
 
-@pytest.mark.parametrize("fails, aborted", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    "fails, aborted",
+    [
+        (False, False),
+        (True, False),
+        (True, True),
+    ],
+)
 def test_an_iteration_names_its_victims(fails, aborted, monkeypatch):
     """Also when the first try at it failed, and when before the second one all that it wanted to
     compute is given up."""

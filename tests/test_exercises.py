@@ -163,7 +163,14 @@ def test_the_figures_of_the_readme_are_those_of_the_solutions(tmp_path):
 
 # ---- Mend it -------------------------------------------------------------------------------------
 
-FIRST_WRONG = {11: 9, 12: 9, 13: 9, 14: 7, 15: 25, 16: 5}  # found by hand in the timelines
+FIRST_WRONG = {
+    11: 9,
+    12: 9,
+    13: 9,
+    14: 7,
+    15: 25,
+    16: 5,
+}  # found by hand in the timelines
 
 
 @pytest.mark.parametrize("exercise", MENDS, ids=lambda exercise: exercise.title)

@@ -56,10 +56,20 @@ def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
 
 
 def test_small_pages_are_those_that_attention_reads_fastest():
-    sizes = {("cpu", 4096): 64, ("cpu", 41): 21, ("cuda", 4096): 256, ("cuda", 510): 64}
+    sizes = {
+        ("cpu", 4096): 64,
+        ("cpu", 41): 21,
+        ("cuda", 4096): 256,
+        ("cuda", 510): 64,
+    }
     for (device, max_len), size in sizes.items():
         assert small_page_size(max_len, device) == size
-    engine = Engine(MODEL, prefix_caching=True, max_len=41, max_batch=2)
+    engine = Engine(
+        MODEL,
+        prefix_caching=True,
+        max_len=41,
+        max_batch=2,
+    )
     assert engine.scheduler.pages.page_size == 21
 
 
@@ -149,7 +159,13 @@ def test_a_value_that_cannot_be_is_refused_by_name(name, call):
 
 
 def test_a_refused_request_leaves_the_engine_as_it_was():
-    engine = Engine(MODEL, chunk=4, max_batch=2, max_len=16, max_waiting=1)
+    engine = Engine(
+        MODEL,
+        chunk=4,
+        max_batch=2,
+        max_len=16,
+        max_waiting=1,
+    )
     kept = engine.add_request([1, 2], SamplingParams(3))
     for prompt in ([], [1, 61], "a text, and no tokenizer"):
         with pytest.raises(ValueError):

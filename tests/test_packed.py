@@ -75,7 +75,13 @@ def test_an_engine_packs_its_model_and_serves_the_same_tokens(kind, dtype, monke
     prompts = [PROMPT, PROMPT[:7]]
     params = SamplingParams(6)
     model = tiny_model(dtype=dtype)
-    engine = Engine(model, policy="sarathi-serve", chunk=16, max_batch=2, max_len=64)
+    engine = Engine(
+        model,
+        policy="sarathi-serve",
+        chunk=16,
+        max_batch=2,
+        max_len=64,
+    )
     assert any(isinstance(layer, PackedLinear) for layer in linear_layers(model))
     done = engine.generate(prompts, params, progress=False)
     assert [c.output for c in done] == [alone(model, prompt, params) for prompt in prompts]

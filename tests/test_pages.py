@@ -17,7 +17,13 @@ SIZE = 2  # tokens of a page
 
 
 def request_of(tokens, number=0, output_len=9):
-    return Request(number, list(tokens), len(tokens), output_len, arrival=float(number))
+    return Request(
+        number,
+        list(tokens),
+        len(tokens),
+        output_len,
+        arrival=float(number),
+    )
 
 
 class SharedPages(RuleBasedStateMachine):
@@ -184,7 +190,15 @@ def test_the_next_turn_of_a_chat_finds_what_was_generated(policy, output_len, ca
     assert [r.cached_tokens for r in (first, turn, other)] == [0, cached_tokens, 4]
 
 
-@pytest.mark.parametrize("page_size, found", [(1, 7), (2, 6), (4, 4), (8, 0)])
+@pytest.mark.parametrize(
+    "page_size, found",
+    [
+        (1, 7),
+        (2, 6),
+        (4, 4),
+        (8, 0),
+    ],
+)
 @EVERY
 def test_at_least_one_token_of_a_prompt_is_computed(policy, page_size, found):
     line = Line(policy, page_size, pages=256 // page_size)
@@ -194,7 +208,15 @@ def test_at_least_one_token_of_a_prompt_is_computed(policy, page_size, found):
     assert line.run() == [{1: (found, 8 - found)}, {1: (8, 1)}]
 
 
-@pytest.mark.parametrize("gone, found", [(0, 8), (1, 8), (2, 4), (3, 0)])
+@pytest.mark.parametrize(
+    "gone, found",
+    [
+        (0, 8),
+        (1, 8),
+        (2, 4),
+        (3, 0),
+    ],
+)
 @EVERY
 def test_a_preempted_request_finds_its_remaining_pages(policy, gone, found):
     line = Line(policy)
@@ -214,7 +236,12 @@ def test_a_preempted_request_finds_its_remaining_pages(policy, gone, found):
 @EVERY
 def test_a_prefill_of_one_uncached_token_is_not_a_decode(policy, chunk):
     """It would be one that the batch has not counted, which the referee does not allow."""
-    line = Line(policy, page_size=1, pages=256, chunk=chunk)
+    line = Line(
+        policy,
+        page_size=1,
+        pages=256,
+        chunk=chunk,
+    )
     line.add(range(3), 9)
     victim = line.add(range(50, 53), 9)
     while not (victim.is_decoding and len(victim.tokens) > 4):

@@ -9,7 +9,12 @@ from tests.pages import Truth, in_turn, recorded
 
 def records_of(policy, requests, **sizes):
     """The records of a run of (arrival, prompt, output) lengths, a second for each iteration."""
-    memory = dict(chunk=32, max_batch=4, page_size=16, pages=16)
+    memory = dict(
+        chunk=32,
+        max_batch=4,
+        page_size=16,
+        pages=16,
+    )
     return in_turn(recorded(policy, requests=requests, **memory | sizes))
 
 
@@ -46,7 +51,13 @@ def test_the_reason_why_the_head_of_the_queue_waits_is_recorded(policy, sizes, w
 def test_a_failed_step_is_recorded_once_with_all_its_pages(monkeypatch):
     recorder = Truth()
     model = tiny_model()
-    engine = Engine(model, chunk=16, max_batch=2, max_len=128, page_size=16)
+    engine = Engine(
+        model,
+        chunk=16,
+        max_batch=2,
+        max_len=128,
+        page_size=16,
+    )
     recorder.watch([engine.scheduler])
     engine.add_request([1] * 40)
 

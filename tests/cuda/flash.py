@@ -32,6 +32,15 @@ BLOCK_TABLE_PAGE = 256  # FlashAttention 2: pages behind a block table are a mul
 ALIGNED_BYTES = 16  # of each row and head
 
 
+OF_THIS_MACHINE = (  # reasons of xformers against an operator
+    "device=",
+    "bf16 is only supported on",
+    "requires",
+    "operator wasn't built",
+    "triton is not",
+)
+
+
 class FlashCall(NamedTuple):
     """The arguments of one call, whatever its operator calls them."""
 
@@ -129,8 +138,15 @@ def attend_spans(q, keys, values, spans, page_size):
     return torch.cat(parts)
 
 
-def attend_sequences(inputs):
-    """What an operator of xformers must yield for its Inputs: each sequence of the mask alone."""
+def attend_sequences(operator, inputs):
+    """What an operator of xformers must yield for its Inputs: each sequence of the mask alone.
+
+    Raises AssertionError for what it does not take."""
+    inputs.validate_inputs()
+    reasons = operator.not_supported_reasons(inputs)  # of shapes, strides and mask
+    assert all(reason.startswith(OF_THIS_MACHINE) for reason in reasons), reasons
+    group = inputs.key.shape[3]
+    assert group == 1 or inputs.key.stride(3) == inputs.value.stride(3) == 0
     mask = inputs.attn_bias
     q, k, v = (x.flatten(2, 3)[0] for x in (inputs.query, inputs.key, inputs.value))
     counts = mask.k_seqinfo.seqlen.tolist()

@@ -8,7 +8,11 @@ from fast import BACKENDS, make_attention
 from tests.cuda.batches import CUDA_BACKENDS, capability, config_of, new_cache, on_cuda
 
 CONFIG = config_of(4, 2, 64)
-LAYOUTS = [(256, 256), (256, 512), (64, 512)]  # page_size, max_len: flash, or split-K, is tried
+LAYOUTS = [
+    (256, 256),
+    (256, 512),
+    (64, 512),
+]  # page_size, max_len: flash, or split-K, is tried
 
 
 def out_of_resources():

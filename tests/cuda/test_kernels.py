@@ -39,7 +39,13 @@ def kernels_of_a_layer(gpu, attention, page_size, lengths):
             n_inner=512,
         )
         model = GPT(config, "cuda", torch.bfloat16)
-        runner = Runner(model, len(lengths) * width, page_size, MAX_LEN, attention)
+        runner = Runner(
+            model,
+            len(lengths) * width,
+            page_size,
+            MAX_LEN,
+            attention,
+        )
         batch = FlatBatch.build(spans, runner.attention)
         gpu.kernels.clear()
         runner.model(batch, runner.cache)

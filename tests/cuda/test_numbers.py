@@ -13,7 +13,11 @@ from test_equivalence import in_dtype, prefill
 from tests.helpers import tiny_model
 
 MAX_LEN = 720
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+TOLERANCE = {
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.1,
+    torch.float16: 0.02,
+}
 
 
 GREEDY = [SamplingParams(6, logprobs=True)]
@@ -39,9 +43,23 @@ class Load(NamedTuple):
         return [self.params[i % len(self.params)] for i in range(len(self.prompt_lengths))]
 
 
-FEW = Load([1, 30, 7, 150, 700], chunk=48, max_batch=3, params=GREEDY)
-MANY = Load([1, 30, 7, 150, 700, 260, 300, 12, 650, 3], chunk=200, max_batch=9, params=MIXED)
-LOADS = {"few": FEW, "many": MANY, "shared": MANY._replace(prefix_caching=True)}
+FEW = Load(
+    [1, 30, 7, 150, 700],
+    chunk=48,
+    max_batch=3,
+    params=GREEDY,
+)
+MANY = Load(
+    [1, 30, 7, 150, 700, 260, 300, 12, 650, 3],
+    chunk=200,
+    max_batch=9,
+    params=MIXED,
+)
+LOADS = {
+    "few": FEW,
+    "many": MANY,
+    "shared": MANY._replace(prefix_caching=True),
+}
 GEOMETRIES = {  # n_head, n_kv_head, head_dim
     "mha": (4, 4, 64),
     "gqa": (4, 2, 64),
@@ -63,7 +81,12 @@ ON_CUDA = [  # attention, dtype, page_size
     "flash float16 720",
     "auto bfloat16 64",
 ]
-LOADS_OF = {"mha": ["few"], "gqa": ["few"], "mqa": ["few"], "groups of 8": ["many", "shared"]}
+LOADS_OF = {
+    "mha": ["few"],
+    "gqa": ["few"],
+    "mqa": ["few"],
+    "groups of 8": ["many", "shared"],
+}
 CASES = [
     (geometry, load, case)
     for geometry, loads in LOADS_OF.items()
@@ -76,7 +99,12 @@ CASES = [
 def reference_model(geometry, dtype):
     """A float64 model whose weights are numbers of `dtype`."""
     n_head, n_kv_head, head_dim = GEOMETRIES[geometry]
-    sizes = dict(n_head=n_head, n_kv_head=n_kv_head, head_dim=head_dim, max_positions=1024)
+    sizes = dict(
+        n_head=n_head,
+        n_kv_head=n_kv_head,
+        head_dim=head_dim,
+        max_positions=1024,
+    )
     model = tiny_model(**sizes)
     for p in model.parameters():  # of a size that attention decides on the outcome
         p.copy_((p / 3 if p.ndim > 1 else p).to(dtype))
@@ -129,7 +157,13 @@ def test_cuda_equals_cpu(geometry, load, case):
     reference = reference_model(geometry, dtype)
     model = in_dtype(reference, dtype, "cuda")
     for policy in POLICIES if load == "few" else ("sarathi-serve", "vllm"):
-        completions = serve(model, LOADS[load], policy, attention, int(page_size))
+        completions = serve(
+            model,
+            LOADS[load],
+            policy,
+            attention,
+            int(page_size),
+        )
         assert largest_difference(reference, completions) < TOLERANCE[dtype], policy
 
 
