@@ -133,7 +133,6 @@ def test_the_defaults_are_those_of_llama_7b_and_the_readme():
     assert replace(GPTConfig(), n_inner=11008, norm_eps=1e-6) == GPTConfig.preset("llama-7b")
     assert EngineConfig().policy == "sarathi-serve"
     assert EngineConfig().chunk == 256
-    assert SamplingParams() == SamplingParams(64, temperature=0.0, top_k=0, top_p=1.0)
 
 
 @pytest.mark.parametrize(
