@@ -70,8 +70,6 @@ def test_decodes_that_share_pages_equal_each_alone(
         backend = Matmul(model.config, cache)
         close(backend.plan(spans)(q, *layer), expected)
         close(backend.plan(decodes)(q[:n], *layer), expected[:n])
-        for i, decode in enumerate(decodes):
-            close(backend.plan([decode])(q[i : i + 1], *layer), expected[i : i + 1])
 
 
 def spans_that_share_pages(rng, readers, page_size, longest):

@@ -23,9 +23,12 @@ from tests.helpers import poisoned_cache, tiny_model
 
 MODEL = tiny_model(n_kv_head=2, head_dim=16, max_positions=1024)
 LENGTHS = [1, 30, 7, 290, 12, 3, 44, 9]
-PROMPTS = [[(7 * i + j) % 61 for j in range(n)] for i, n in enumerate(LENGTHS)]
+PROMPTS = [[j % 61 for j in range(7 * n, 8 * n)] for n in LENGTHS]
 PARAMS = [SamplingParams(4 + 3 * i) for i in range(8)]
-SIZES = {"slots": dict(max_len=330, page_size=330), "pages": dict(max_len=330, page_size=256)}
+SIZES = {
+    "slots": dict(max_len=330, page_size=330),
+    "pages": dict(max_len=330, page_size=256),
+}
 
 
 @pytest.fixture

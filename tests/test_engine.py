@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-import torch
 
 from engine import Engine, QueueFull
 from model import GPT
@@ -21,7 +20,13 @@ from tests.helpers import (
 )
 
 MODEL = tiny_model(n_kv_head=2)
-PROMPTS = [[7, 8, 9], [1] * 20, [5], [3, 1, 4, 1, 5, 9, 2, 6] * 2, [60, 0, 60]]
+PROMPTS = [
+    [7, 8, 9],
+    [1] * 20,
+    [5],
+    list(range(3, 19)),
+    [60, 0, 60],
+]
 
 
 def make_engine(policy="sarathi-serve", model=MODEL, **options):
@@ -51,9 +56,10 @@ def test_logprobs_are_those_of_the_model_and_of_the_events_also_after_a_preempti
     for c in completions:
         tokens = c.prompt + c.output
         whole = lone_chunk([0], 0, tokens)
-        logits = run(MODEL, poisoned_cache(MODEL, 1, 40), [whole], all_rows=True)
-        rows = logits[c.prompt_len - 1 : -1].log_softmax(-1)
-        expected = rows.gather(1, torch.tensor(c.output)[:, None])[:, 0].tolist()
+        cache = poisoned_cache(MODEL, 1, 40)
+        logits = run(MODEL, cache, [whole], all_rows=True)
+        rows = logits[c.prompt_len - 1 : -1].log_softmax(-1).tolist()
+        expected = [row[token] for row, token in zip(rows, c.output, strict=True)]
         assert c.logprobs == pytest.approx(expected, abs=1e-10, rel=0)
         of_request = [event for event in events if event.request.id == c.id]
         assert [event.logprob for event in of_request] == c.logprobs
@@ -116,12 +122,14 @@ def test_text_in_text_out():
         assert completion.text == "".join(f" {token}" for token in text)  # it begins with a space
     finish_reasons = {completion.finish_reason for completion in completions}
     assert finish_reasons == {"stop", "length"}  # or not both would be tested
-    assert make_engine().generate([[1]], SamplingParams(1))[0].text is None
+    (request,) = make_engine().generate([[1]], SamplingParams(1))
+    assert request.text is None
 
 
 TEXTS = ["once", "a", "stop here"]
 LETTERS = FakeTokenizer(
-    lambda text: [ord(c) % 61 for c in text], lambda ids: "".join(map(chr, ids))
+    encode=lambda text: [ord(c) % 61 for c in text],
+    decode=lambda ids: "".join(map(chr, ids)),
 )
 
 
@@ -146,9 +154,11 @@ def test_a_stop_string_ends_the_text_before_it_and_no_other_request(length):
     end = free.text.index(stop)
     stopping = SamplingParams(20, temperature=2.0, stop=["\n" * 9, stop])
     stopped, same = engine.generate(TEXTS[:2], [stopping, params])
-    assert (stopped.text, stopped.finish_reason) == (free.text[:end], "stop")
+    assert stopped.text == free.text[:end]
+    assert stopped.finish_reason == "stop"
     assert stopped.output == free.output[: end + length]
-    assert (same.text, same.finish_reason) == (other.text, "length")
+    assert same.text == other.text
+    assert same.finish_reason == "length"
     streamed = [event.text for event in engine.stream(TEXTS[:1], stopping)]
     assert "".join(streamed) == stopped.text
     assert engine.scheduler.pages.num_free == engine.config.pages
@@ -186,15 +196,18 @@ def raising(error):
 def serves_as_a_new_one(engine):
     """Whether two requests get the tokens that each has alone."""
     params = SamplingParams(4)
-    completions = engine.generate(PROMPTS[:2], params)
-    return [c.output for c in completions] == [alone(MODEL, PROMPTS[i], params) for i in range(2)]
-
-
-SHARES = dict(page_size=4, prefix_caching=True)
+    requests = engine.generate(PROMPTS[:2], params)
+    return all(r.output == alone(MODEL, r.prompt, params) for r in requests)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(max_waiting=2), dict(max_len=24, page_size=4), SHARES]
+    "options",
+    [
+        {},
+        dict(max_waiting=2),
+        dict(max_len=24, page_size=4),
+        dict(page_size=4, prefix_caching=True),
+    ],
 )
 def test_warm_up_leaves_no_trace(options, monkeypatch):
     engine = make_engine(**options)
@@ -265,7 +278,8 @@ def test_an_iteration_names_its_victims(fails, aborted, monkeypatch):
         pages=6,
     )
     scheduler = engine.scheduler
-    stays, victim = (engine.add_request([i] * 10, SamplingParams(10)) for i in (1, 2))
+    stays = engine.add_request([1] * 10, SamplingParams(10))
+    victim = engine.add_request([2] * 10, SamplingParams(10))
     while scheduler.pages.num_free or not all(map(is_in_need, scheduler.running)):
         assert engine.step(), "memory is never short"
     if fails:

@@ -1,5 +1,7 @@
 """Packed weights, held against torch's Linear in float64: the same products, and held once."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn as nn
@@ -38,14 +40,13 @@ def test_every_number_of_rows_is_multiplied_exactly(kind, dtype, bias):
     linear = nn.Linear(96, 80, bias=bias, dtype=dtype).requires_grad_(False)
     packed = kind(linear)
     ulp = torch.finfo(dtype).eps
-    for rows in (1, 2, 3, 6, 7, 16, 31, 64, 100, 251, 255, 256, 257, 300, 1000):
+    for rows in (1, 2, 7, 31, 64, 255, 256, 257, 1000):
         x = torch.randn(rows, 96, generator=generator).to(dtype)
-        exact = nn.functional.linear(
-            x.double(), linear.weight.double(), linear.bias.double() if bias else None
-        )
+        exact = copy.deepcopy(linear).double()(x.double())
         scale = x.double().abs() @ linear.weight.double().abs().T + 1
         with torch.inference_mode():
-            assert ((packed(x) - exact).abs() <= 4 * ulp * scale).all(), rows
+            difference = (packed(x) - exact).abs()
+        assert (difference <= 4 * ulp * scale).all(), rows
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -84,7 +85,8 @@ def test_an_engine_packs_its_model_and_serves_the_same_tokens(kind, dtype, monke
     )
     assert any(isinstance(layer, PackedLinear) for layer in linear_layers(model))
     done = engine.generate(prompts, params, progress=False)
-    assert [c.output for c in done] == [alone(model, prompt, params) for prompt in prompts]
+    for request in done:
+        assert request.output == alone(model, request.prompt, params)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ class SharedPages(RuleBasedStateMachine):
     def allocate(self, count, after=None):
         """Blank pages, then those left longest ago; side by side where that is possible."""
         everything = set(range(self.pages.total))
-        blank = everything.difference(self.content.values(), owned(self.pages))
+        found = set(self.content.values())
+        blank = everything - found - set(owned(self.pages))
         evicted = self.evictable[: max(0, count - len(blank))]
         free = blank.union(evicted)
         pages = self.pages.allocate(count, after)
@@ -49,7 +50,9 @@ class SharedPages(RuleBasedStateMachine):
             assert pages == [after + 1] or after + 1 not in free
         elif any(free.issuperset(range(first, first + count)) for first in free):
             assert pages == list(range(pages[0], pages[0] + count))
-        self.content = {key: page for key, page in self.content.items() if page not in evicted}
+        for key, page in list(self.content.items()):
+            if page in evicted:
+                del self.content[key]
         self.evictable = self.evictable[len(evicted) :]
         return pages
 
@@ -80,7 +83,8 @@ class SharedPages(RuleBasedStateMachine):
     def compute(self, data, count):
         request = data.draw(st.sampled_from(self.requests))
         start = request.num_computed
-        request.num_computed = min(start + SIZE * count, len(request.tokens) // SIZE * SIZE)
+        last_full = len(request.tokens) // SIZE * SIZE
+        request.num_computed = min(start + SIZE * count, last_full)
         self.pages.keep(request, start)
         for end in range(start + SIZE, request.num_computed + 1, SIZE):
             page = request.pages[end // SIZE - 1]
@@ -134,14 +138,18 @@ TestSharedPages.settings = settings(stateful_step_count=40, deadline=None)
 
 def test_a_page_hash_stands_for_all_tokens_up_to_its_end():
     pages = CachedPages(4, SIZE)
-    beginnings = [[1, 2], [2, 1], [1, 258], [256, 1], [1, 2, 1, 2], [3, 4, 1, 2], [1, 2**40]]
-    beginnings += [[0, 0], [0, 0, 0, 0]]
-    last = {pages.hashes(request_of(tokens))[-1] for tokens in beginnings}
-    assert len(last) == len(beginnings)
-    growing = request_of([1, 2, 3])
-    assert pages.hashes(growing) == pages.hashes(request_of([1, 2]))
-    growing.tokens += [4, 5, 6, 7]  # goes on where it was
-    assert pages.hashes(growing) == pages.hashes(request_of([1, 2, 3, 4, 5, 6]))
+    beginnings = ["12", "21", "1212", "3412", "00", "0000"]
+    last_hashes = set()
+    for digits in beginnings:
+        *_, last_hash = pages.hashes(request_of(list(map(int, digits))))
+        last_hashes.add(last_hash)
+    for large in ([1, 258], [256, 1], [1, 2**40]):  # of more than one byte
+        last_hashes.update(pages.hashes(request_of(large)))
+    assert len(last_hashes) == len(beginnings) + 3
+    growing = request_of(range(3))
+    assert pages.hashes(growing) == pages.hashes(request_of(range(2)))
+    growing.tokens += [3, 4, 5, 6]  # goes on where it was
+    assert pages.hashes(growing) == pages.hashes(request_of(range(6)))
 
 
 class Line:
@@ -187,7 +195,9 @@ def test_the_next_turn_of_a_chat_finds_what_was_generated(policy, output_len, ca
     turn = line.add([*first.tokens, 5, 5, 5], 1)
     other = line.add([*changed, 5, 5, 5], 1)
     line.run()
-    assert [r.cached_tokens for r in (first, turn, other)] == [0, cached_tokens, 4]
+    assert first.cached_tokens == 0
+    assert turn.cached_tokens == cached_tokens
+    assert other.cached_tokens == 4
 
 
 @pytest.mark.parametrize(
@@ -203,9 +213,11 @@ def test_the_next_turn_of_a_chat_finds_what_was_generated(policy, output_len, ca
 def test_at_least_one_token_of_a_prompt_is_computed(policy, page_size, found):
     line = Line(policy, page_size, pages=256 // page_size)
     line.add(range(8), 2)
-    assert line.run()[0] == {0: (0, 8)}
+    assert line.step() == {0: (0, 8)}
+    line.run()
     line.add(range(8), 2)
-    assert line.run() == [{1: (found, 8 - found)}, {1: (8, 1)}]
+    assert line.step() == {1: (found, 8 - found)}
+    assert line.step() == {1: (8, 1)}
 
 
 @pytest.mark.parametrize(
@@ -256,7 +268,9 @@ def test_pages_are_found_as_soon_as_they_are_computed_and_not_before():
     line = Line("sarathi-serve", chunk=8)
     line.add(range(20), 1)
     line.add(range(20), 1)
-    assert line.run() == [{0: (0, 8)}, {0: (8, 8)}, {0: (16, 4), 1: (16, 4)}]
+    assert line.step() == {0: (0, 8)}
+    assert line.step() == {0: (8, 8)}
+    assert line.step() == {0: (16, 4), 1: (16, 4)}
 
 
 def test_vllm_counts_what_is_to_be_computed_of_whole_prompts():
