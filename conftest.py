@@ -34,10 +34,8 @@ def no_collection_before_a_run(monkeypatch):
 
 
 def pytest_collection_modifyitems(config, items):
-    """What measures the memory of the process comes first, before others have left holes in it,
-    then what takes long. What needs CUDA is no test elsewhere, see tests/README.md."""
-    first = ["test_ranks.py", "test_soak.py"]
-    items.sort(key=lambda item: item.path.name in first and -first.index(item.path.name) - 1)
+    """What takes long comes first. What needs CUDA is no test elsewhere, see tests/README.md."""
+    items.sort(key=lambda item: item.path.name != "test_ranks.py")
     unavailable = set()
     if torch.version.cuda is None:
         unavailable.add("cuda_build")

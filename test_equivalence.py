@@ -45,7 +45,13 @@ def tokens_of(model, n, seed=0):
 
 def close(actual, expected, atol=1e-10, **options):
     """Raise unless equal. NaN equals nothing, or itself with equal_nan=True."""
-    torch.testing.assert_close(actual, expected, rtol=0, atol=atol, **options)
+    torch.testing.assert_close(
+        actual,
+        expected,
+        rtol=0,
+        atol=atol,
+        **options,
+    )
 
 
 def a_span(pages, start, length):
@@ -55,7 +61,8 @@ def a_span(pages, start, length):
 
 def figure_6(start, length):
     """SARATHI's Figure 6, position by position: query start + i sees key j if j <= start + i."""
-    return torch.tensor([[j <= start + i for j in range(start + length)] for i in range(length)])
+    rows = [[j <= start + i for j in range(start + length)] for i in range(length)]
+    return torch.tensor(rows)
 
 
 def in_dtype(model, dtype, device="cpu"):
@@ -72,7 +79,13 @@ def prefill(model, tokens, chunk=None, page_size=None, scattered=False, position
     chunk = chunk or n
     page_size = page_size or n
     [table] = block_tables([-(-n // page_size)], scattered)
-    cache = poisoned_cache(model, 2 * len(table), page_size, n, position_major)
+    cache = poisoned_cache(
+        model,
+        2 * len(table),
+        page_size,
+        n,
+        position_major,
+    )
     logits = []
     for start in range(0, n, chunk):
         span = lone_chunk(table, start, tokens[start : start + chunk])
@@ -116,9 +129,10 @@ def by_definition(model, tokens):
 # chunks, batches, policies
 
 
-@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-10), (torch.float32, 1e-4)], ids=str)
-def test_every_chunk_size_equals_full_prefill(model, dtype, atol):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_every_chunk_size_equals_full_prefill(model, dtype):
     model = in_dtype(model, dtype)
+    atol = 1e-10 if dtype == torch.float64 else 1e-4
     tokens = tokens_of(model, 33)
     full = prefill(model, tokens)
     assert full.std() > 0.5  # the logits are far enough apart for the comparison to mean something
@@ -135,7 +149,14 @@ def test_queries_and_keys_are_normed_with_the_eps_of_the_config():
 
 @by_layout
 @pytest.mark.parametrize("scattered", [False, True], ids=["consecutive", "scattered"])
-@pytest.mark.parametrize("n, page_size", [(33, 1), (33, 16), (130, 64)])
+@pytest.mark.parametrize(
+    "n, page_size",
+    [
+        (33, 1),
+        (33, 16),
+        (130, 64),
+    ],
+)
 def test_chunks_in_pages_equal_full_prefill(model, n, page_size, scattered, position_major):
     tokens = tokens_of(model, n)
     full = prefill(model, tokens)
@@ -157,7 +178,13 @@ def test_hybrid_batch_in_scattered_pages_equals_its_parts(model, page_size):
     expected = [prefill(model, prompt)[n:] for prompt, _, n in rows]
     caches = []
     for position_major in (False, True):
-        cache = poisoned_cache(model, 2 * sum(map(len, tables)), page_size, 70, position_major)
+        cache = poisoned_cache(
+            model,
+            2 * sum(map(len, tables)),
+            page_size,
+            70,
+            position_major,
+        )
         for prompt, table, n in rows:
             if n:
                 run(model, cache, [lone_chunk(table, 0, prompt[:n])])
@@ -178,7 +205,11 @@ def test_hybrid_batch_in_scattered_pages_equals_its_parts(model, page_size):
 
 
 def test_a_flat_batch_has_decodes_first_and_only_the_logits_asked_for():
-    backend = SimpleNamespace(device=torch.device("cpu"), page_size=16, plan=lambda spans: spans)
+    backend = SimpleNamespace(
+        device=torch.device("cpu"),
+        page_size=16,
+        plan=lambda spans: spans,
+    )
     first = lone_chunk([3], 4, [7, 8])
     last = lone_chunk([0], 0, [1, 2, 3], False)
     decodes = [lone_chunk([1], 9, [5]), lone_chunk([2], 6, [4])]
@@ -229,7 +260,14 @@ def test_batches_and_tokens_are_those_of_nano(schedule):
     llama = nano.LLaMA().double()
     for weight in llama.parameters():
         weight.data *= 2  # so that outputs vary
-    sizes = dict(vocab_size=27, n_layer=2, n_head=4, n_embd=32, n_inner=128, max_positions=512)
+    sizes = dict(
+        vocab_size=27,
+        n_layer=2,
+        n_head=4,
+        n_embd=32,
+        n_inner=128,
+        max_positions=512,
+    )
     config = GPTConfig("llama", **sizes, norm_eps=torch.finfo(torch.float64).eps)
     model = GPT(config, dtype=torch.float64, seed=None)
     model.load_state_dict(llama.state_dict())

@@ -65,7 +65,7 @@ bench() {  # the step NAME: a command of bench.py with a PRESET, and its numbers
 }
 
 pytest=(-m pytest -q -rs -o addopts= -m "not slow")  # no xdist is needed
-step tests "${pytest[@]}" test_equivalence.py tests/test_xformers.py tests/cuda/test_numbers.py
+step tests "${pytest[@]}" test_equivalence.py tests/cuda/test_numbers.py
 step tests-cuda "${pytest[@]}" tests/cuda --ignore tests/cuda/test_numbers.py
 bench chunk-256 "$preset" offline --chunk 256 --plot "$folder/chunk-256.png"
 bench table-2 "$preset" offline --chunk 1024 --batch 4 --seq-len 1024 --requests 9 --policies request-level,sarathi

@@ -139,8 +139,7 @@ class OneLongPrompt(SarathiServe):
         return batch
 """,
 }
-MENDED = {
-    11: """
+STALL_FREE = """
 class StarvedDecodes(SarathiServe):
     def schedule(self):
         batch = Batch(self.chunk)
@@ -150,26 +149,11 @@ class StarvedDecodes(SarathiServe):
         while batch.left > 0 and (request := self.admit()):
             batch.add(request)
         return batch
-""",
-    12: """
-class StarvedPrefills(SarathiServe):
-    def schedule(self):
-        batch = Batch(self.chunk)
-        batch.add_decodes(self.grow_decodes())
-        for request in self.prefilling():
-            batch.add(request)
-        while batch.left > 0 and (request := self.admit()):
-            batch.add(request)
-        return batch
-""",
-    13: """
-class NothingLeft(SarathiServe):
-    def plan_admission(self, request):
-        left = 1 + (len(request.tokens) > request.prompt_len)
-        most = (len(request.tokens) - left) // self.pages.page_size
-        cached = self.pages.match_prefix(self.pages.hashes(request)[:most])
-        return Admission(cached, self.pages.needed(len(request.tokens)) - len(cached))
-""",
+"""
+MENDED = {
+    11: STALL_FREE,
+    12: STALL_FREE.replace("StarvedDecodes", "StarvedPrefills"),
+    13: SOLUTIONS[8].replace("SharedPages", "NothingLeft"),
     14: """
 class FirstChunk(VLLMV1):
     def room_for(self, request):

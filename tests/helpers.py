@@ -53,7 +53,13 @@ def parse(argv):
 def repository(pattern):
     """The files of the repository that match, from its top folder: not what lies beside them."""
     command = ["git", "ls-files", pattern]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
+    listed = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    )
     return [Path(line) for line in listed.stdout.splitlines()]
 
 
@@ -223,69 +229,6 @@ def alone(model, prompt, params=GREEDY, stop=()):
         if tokens[-1] in {*params.stop_token_ids, *stop}:
             break
     return tokens[len(prompt) :]
-
-
-class Ledger:
-    """The requests of an engine, and what they get: it must be what each has alone.
-
-    `expected` is a function of a prompt and its params: the tokens."""
-
-    def __init__(self, engine, expected):
-        self.engine = engine
-        self.expected = expected
-        self.asked = {}  # request id -> (prompt, params), of those that have not ended
-        self.got = defaultdict(list)  # request id -> the tokens of its events
-
-    def add(self, prompt, params, **service):
-        """Add a request."""
-        request_id = self.engine.add_request(prompt, params, **service)
-        self.asked[request_id] = prompt, params
-
-    def abort(self, request_id):
-        """Abort a request."""
-        self.end(self.engine.abort(request_id))
-
-    def take(self, events):
-        """Note the events of a step."""
-        for event in events:
-            assert event.request.id in self.asked
-            self.got[event.request.id].append(event.token)
-            if event.finish_reason:
-                self.end(event.request)
-
-    def end(self, completion):
-        """A request has ended."""
-        prompt, params = self.asked.pop(completion.id)
-        got = self.got.pop(completion.id, [])
-        tokens = completion.output
-        expected = self.expected(prompt, params)
-        assert completion.prompt == list(prompt)
-        times = completion.token_times
-        assert times == sorted(times)
-        assert not times or completion.scheduled <= times[0]
-        assert len(times) == len(tokens)
-        assert len(completion.logprobs or ()) == len(tokens) * params.logprobs
-        if completion.finish_reason == "abort":
-            assert tokens == expected[: len(tokens)]
-            assert got == tokens[: len(got)]
-        else:
-            assert tokens == got == expected
-            is_stopped = tokens[-1] in params.stop_token_ids
-            assert completion.finish_reason == ("stop" if is_stopped else "length")
-
-    def check(self):
-        """Nothing is lost, and no page leaks or is owned by who waits."""
-        scheduler = self.engine.scheduler
-        check_integrity(scheduler.pages, [r.pages for r in scheduler.running])
-        assert not any(r.pages or r.num_computed for r in scheduler.waiting)
-        queued = (*scheduler.running, *scheduler.waiting)
-        assert {r.id: r for r in queued} == scheduler.requests
-
-    def check_end(self):
-        """Nothing is left."""
-        assert finish(self.engine) == []
-        assert not self.asked
-        check_integrity(self.engine.scheduler.pages, [])
 
 
 class VirtualRun:

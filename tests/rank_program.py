@@ -35,7 +35,14 @@ REQUESTS = [
     ([4], SamplingParams(16, logprobs=True)),
     ([5, 6], SamplingParams(1)),
 ]
-ENGINE = dict(policy="sarathi-serve", chunk=6, max_batch=3, max_len=32, page_size=4, pages=8)
+ENGINE = dict(
+    policy="sarathi-serve",
+    chunk=6,
+    max_batch=3,
+    max_len=32,
+    page_size=4,
+    pages=8,
+)
 
 
 class FaultyStage(Stage):
@@ -163,23 +170,6 @@ def aborts(job):
         assert request_id in aborted or done[request_id].output == request.output
     check_nothing_is_left(engine)
     return [len(aborted), len(done)]
-
-
-def batches(job):
-    """[(micro-batch, chunks)] of each batch of the job's `arrivals` under each of its `engines`."""
-    model = model_of(job)
-    batches_of_engines = []
-    for settings in job["engines"]:
-        engine = engine_of(job, model, settings)
-        for prompt_len, output_len in job["arrivals"]:
-            engine.add_request([1] * prompt_len, SamplingParams(output_len))
-        iterations = []
-        while engine.has_work:
-            engine.step()
-            if engine.last_iteration:
-                iterations.append(engine.last_iteration)
-        batches_of_engines.append([(i.micro_batch, i.chunks) for i in iterations])
-    return batches_of_engines
 
 
 def broken_off(job):

@@ -1,5 +1,6 @@
 """fast/ on a CPU, held against torch's sdpa: blocks of queries, products, compiled layers."""
 
+import itertools
 import random
 
 import pytest
@@ -7,10 +8,10 @@ import torch
 
 from attention.sdpa import SDPA
 from fast import compile_layers
-from fast.cpu_blocks import QUERY_BLOCK, Blocks
+from fast.cpu_blocks import Blocks
 from fast.cpu_matmul import Matmul
 from kv_cache import slot_mapping
-from test_equivalence import a_span, close, figure_6, in_dtype, prefill
+from test_equivalence import a_span, close, in_dtype, prefill
 from tests.helpers import block_tables, poisoned_cache, tiny_model
 
 
@@ -31,33 +32,19 @@ def test_blocks_of_a_chunk_equal_one_call(backend, scattered):
     close(backend(model.config, cache).plan(spans)(q, *layer), expected)
 
 
-@pytest.mark.parametrize("group", [1, 2, 4])
-def test_the_mask_of_products_is_figure_6_and_hides_what_is_behind(group):
-    model = tiny_model(n_kv_head=4 // group)
-    backend = Matmul(model.config, poisoned_cache(model, 1, 300))
-    for start, length in [(0, 2), (5, 7), (63, 2), (60, 200), (0, 129)]:
-        (plan,) = backend.plan_chunks([a_span([0], start, length)], first_row=3)
-        row = 3
-        for block in plan.blocks:
-            n = block.rows.stop - row
-            first = start + row - 3
-            assert block.rows.start == row
-            assert block.keys >= first + n
-            mask = block.mask.unflatten(0, (n, group))
-            visible = torch.zeros(n, block.keys - first, dtype=torch.bool)
-            visible[:, :n] = figure_6(0, n)
-            assert torch.equal(mask == 0, visible[:, None].expand(mask.shape))
-            row += n
-        assert row == 3 + length
-        assert len(plan.blocks) == -(-length // QUERY_BLOCK)
-
-
 READERS = [[1] * 9, [2], [3, 3], [5], [5, 1, 2, 3, 1, 1], [1]]
 
 
 @pytest.mark.parametrize("times", [1, 3], ids=["mostly-read", "hardly-read"])
 @pytest.mark.parametrize("scattered", [False, True], ids=["in-order", "scattered"])
-@pytest.mark.parametrize("page_size, longest", [(1, 9), (4, 30), (16, 16)])
+@pytest.mark.parametrize(
+    "page_size, longest",
+    [
+        (1, 9),
+        (4, 30),
+        (16, 16),
+    ],
+)
 @pytest.mark.parametrize("n_kv_head", [4, 2])
 def test_decodes_that_share_pages_equal_each_alone(
     n_kv_head, page_size, longest, scattered, times, monkeypatch
@@ -67,43 +54,43 @@ def test_decodes_that_share_pages_equal_each_alone(
     model = tiny_model(n_kv_head=n_kv_head)
     rng = random.Random(1)
     for readers in READERS:
-        spans, pages = spans_that_share_pages(rng, readers, page_size, longest, scattered)
-        *decodes, chunk = spans
+        decodes, chunk, pages = spans_that_share_pages(rng, readers, page_size, longest)
+        spans = [*decodes, chunk]
+        if scattered:
+            order = rng.sample(range(pages), pages)
+            for span in spans:
+                span.pages[:] = [order[page] for page in span.pages]
         cache = poisoned_cache(model, times * pages, page_size, longest)
         layer = cache.layer(0)
         for span in spans:
             fill(layer, span, page_size)
-        rows = len(decodes) + chunk.length
-        q = torch.randn(rows, 4, model.config.head_dim, dtype=torch.float64)
+        n = len(decodes)
+        q = torch.randn(n + chunk.length, 4, model.config.head_dim, dtype=torch.float64)
         expected = SDPA(model.config, cache).plan(spans)(q, *layer)
         backend = Matmul(model.config, cache)
         close(backend.plan(spans)(q, *layer), expected)
-        n = len(decodes)
         close(backend.plan(decodes)(q[:n], *layer), expected[:n])
-        for i, decode in enumerate(decodes):
-            close(backend.plan([decode])(q[i : i + 1], *layer), expected[i : i + 1])
 
 
-def spans_that_share_pages(rng, readers, page_size, longest, scattered):
-    """Decodes, of which readers[i] share their first pages for each i, and a chunk that shares
-    those of the first; and the number of pages of their cache, one of which nobody has."""
-    prefixes = []  # numbers of shared pages
-    own = []  # (i, end) of each span
-    for i, count in enumerate(readers):
-        prefix = rng.randint(0, (longest - 5) // page_size) if count > 1 else 0
+def spans_that_share_pages(rng, readers, page_size, longest):
+    """Decodes, of which readers[i] share their first pages for each i, a chunk that shares those of
+    the first, and the number of pages of their cache, one of which nobody has."""
+    new_page = itertools.count().__next__
+    prefixes = []
+    decodes = []
+    for count in readers:
+        shared = rng.randint(0, (longest - 5) // page_size) if count > 1 else 0
+        prefix = [new_page() for _ in range(shared)]
         prefixes.append(prefix)
-        own += [(i, rng.randint(prefix * page_size + 1, longest)) for _ in range(count)]
-    chunk_start = prefixes[0] * page_size
-    own.append((0, min(longest, chunk_start + 3)))
-    needed = prefixes + [-(-end // page_size) - prefixes[i] for i, end in own]
-    pages = sum(needed) + 1
-    order = rng.sample(range(pages), pages) if scattered else range(pages)
-    tables = [[order[page] for page in table] for table in block_tables(needed, scattered=False)]
-    spans = []
-    for (i, end), own_table in zip(own, tables[len(readers) :], strict=True):
-        spans.append(a_span(tables[i] + own_table, end - 1, 1))
-    spans[-1] = a_span(spans[-1].pages, chunk_start, own[-1][1] - chunk_start)
-    return spans, pages
+        for _ in range(count):
+            end = rng.randint(shared * page_size + 1, longest)
+            own = [new_page() for _ in range(shared, -(-end // page_size))]
+            decodes.append(a_span(prefix + own, end - 1, 1))
+    start = len(prefixes[0]) * page_size
+    length = min(3, longest - start)
+    own = [new_page() for _ in range(-(-length // page_size))]
+    chunk = a_span(prefixes[0] + own, start, length)
+    return decodes, chunk, new_page() + 1
 
 
 def fill(layer, span, page_size):

