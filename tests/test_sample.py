@@ -17,7 +17,7 @@ COMMON = ["--preset", "llama-tiny", "--device", "cpu"]
 
 def printed_by(capsys, *words):
     """(stdout, stderr) of sample.py with the smallest model, 9 tokens each."""
-    sample.main([*COMMON, "--max-new-tokens", "9", *words])
+    sample.app([*COMMON, "--max-new-tokens", "9", *words])
     return capsys.readouterr()
 
 
@@ -42,7 +42,7 @@ def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, capsys):
     (expected,) = engine.generate(["abc"], SamplingParams(9), progress=False)
     capsys.readouterr()
     words = ["--device", "cpu", "--prompt", "abc", "--max-new-tokens", "9"]
-    sample.main(["--model", str(tmp_path), *words])
+    sample.app(["--model", str(tmp_path), *words])
     out, err = capsys.readouterr()
     assert "float32 on cpu" in err
     assert out == f"abc{visible(expected.text)}\n"
