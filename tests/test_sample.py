@@ -9,7 +9,7 @@ from model import GPT, GPTConfig
 from pretrained.tokenizers import ByteTokenizer, load_tokenizer
 from sampling import SamplingParams
 from tests.helpers import FakeTokenizer
-from tests.test_checkpoints import llama_like
+from tests.test_checkpoints import small
 from tests.test_tokenizers import byte_level_directory
 
 COMMON = ["--preset", "llama-tiny", "--device", "cpu"]
@@ -34,7 +34,7 @@ def test_one_prompt_streams_and_several_share_batches(capsys):
 
 
 def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, capsys):
-    config = llama_like()
+    config = small()
     config.vocab_size = 300
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     byte_level_directory(tmp_path)
