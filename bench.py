@@ -8,9 +8,6 @@ imported when it is used. Read first: engine.py. Read next: lab/commands/offline
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))  # where python -P does not look
 
 from cli.console import make_app, run
 
@@ -38,8 +35,7 @@ def command_line(argv: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line `argv`, or that of this process."""
-    words = command_line(sys.argv[1:] if argv is None else argv)
-    app(words, exit_on_error=False, print_error=False)
+    app(command_line(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

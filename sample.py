@@ -8,22 +8,17 @@ and stream side by side in a terminal. Without `--model` the weights are random 
 noise. What is not told is as in the Python API: float32, and the likeliest token."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 from cyclopts.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from cyclopts.validators import Number
 
-sys.path.insert(0, str(Path(__file__).parent))  # where python -P does not look
-
 from cli.console import make_app, run, visible
 from cli.model import EngineOptions, ModelOptions
 
 app = make_app("sample.py", "Text in, text out.")
-Texts = Annotated[tuple[str, ...], Parameter(show_default=False)]
 
 
 @Parameter(name="*")
@@ -31,9 +26,9 @@ Texts = Annotated[tuple[str, ...], Parameter(show_default=False)]
 class SampleOptions:
     """What to write, and how."""
 
-    prompt: Texts = ()
+    prompt: tuple[str, ...] = ()
     """Text to continue; may be repeated."""
-    chat: Texts = ()
+    chat: tuple[str, ...] = ()
     """What to say to a chat model, in its template; may be repeated."""
     max_new_tokens: PositiveInt = 100
     """The most tokens to generate for each prompt."""
@@ -58,28 +53,31 @@ def sample(
     from cli.loading import find_tokenizer, load_model, make_engine, resolve_model
     from sampling import SamplingParams
 
-    resolved = resolve_model(replace(model_options, dtype=model_options.dtype or "float32"))
-    print(f"# {resolved.dtype} on {resolved.device}", file=sys.stderr)
-    tokenizer, resolved = find_tokenizer(resolved)
+    model_options = resolve_model(replace(model_options, dtype=model_options.dtype or "float32"))
+    print(f"# {model_options.dtype} on {model_options.device}", file=sys.stderr)
+    tokenizer, model_options = find_tokenizer(model_options)
     prompts = [tokenizer.encode(prompt) for prompt in options.prompt]
     for chat in options.chat:
         prompts.append(tokenizer.encode_chat([{"role": "user", "content": chat}]))
-    max_len = max(len(prompt) for prompt in prompts) + options.max_new_tokens
-    model = load_model(resolved, max_len, positions_from="max-new-tokens-with-prompt")
+    max_len = max(map(len, prompts)) + options.max_new_tokens
     engine = make_engine(
-        replace(engine_options, max_batch=min(engine_options.max_batch, len(prompts))),
-        model,
-        resolved.attention,
+        engine_options,
+        load_model(model_options, max_len, positions_from="max-new-tokens-with-prompt"),
+        model_options.attention,
         tokenizer=tokenizer,
         max_len=max_len,
+        max_batch=min(engine_options.max_batch, len(prompts)),
     )
-    sampling = SamplingParams(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-    )
-    params = [replace(sampling, seed=resolved.seed + i) for i in range(len(prompts))]
+    params = [
+        SamplingParams(
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=model_options.seed + number,
+        )
+        for number in range(len(prompts))
+    ]
     texts = [*options.prompt, *("" for _ in options.chat)]
     events = engine.stream(prompts, params)
     if len(prompts) == 1:
@@ -94,10 +92,5 @@ def sample(
             columns.draw(texts)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line `argv`, or that of this process."""
-    app(argv, exit_on_error=False, print_error=False)
-
-
 if __name__ == "__main__":
-    run(main)
+    run(app)

@@ -22,11 +22,21 @@ def make_app(name: str, help: str) -> App:
     return App(
         name=name,
         help=help,
+        help_format="plaintext",  # Markdown takes a quarter of the time
         version_flags=(),
         suppress_keyboard_interrupt=False,
-        default_parameter=Parameter(negative=(), allow_repeating=True),
+        exit_on_error=False,
+        print_error=False,
+        default_parameter=Parameter(
+            negative=(), allow_repeating=True, show_default=default_in_help
+        ),
         result_action="return_value",
     )
+
+
+def default_in_help(default: object) -> str | None:
+    """A default as a help shows it. None for what is off or empty, if nobody asks for it."""
+    return None if default is None or default is False or default == () else str(default)
 
 
 def run(main: Callable[[], object]) -> None:

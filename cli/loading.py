@@ -18,11 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cli.model import SMALL_PRESET, EngineOptions, ModelOptions
+from config import GPTConfig
+from kv_cache import kv_bytes_per_token
+from model import GPT
+from pretrained import checkpoints
+from runtime.memory import check_memory
+from runtime.runner import find_fast
 
 if TYPE_CHECKING:
     from engine import Engine
-    from model import GPT
-    from parallel.ranks import Ranks
     from pretrained.tokenizers import Tokenizer
 
 
@@ -43,8 +47,6 @@ def resolve_model(
     The default preset is `gpu_preset` on a GPU with more than `gpu_bytes` of memory, else
     SMALL_PRESET. The default dtype is fast.fastest_dtype. Raises ValueError if torchrun has not
     started as many processes as --tp and --pp need."""
-    from runtime.runner import find_fast
-
     processes = options.tp * options.pp
     if int(os.environ.get("WORLD_SIZE", 1)) != processes:
         command = f"torchrun --nproc-per-node {processes} {shlex.join(sys.argv)}"
@@ -53,20 +55,21 @@ def resolve_model(
         )
     if processes > 1 and options.compile:
         raise ValueError("--compile: not with several processes")
-    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    dtype = options.dtype
-    if dtype is None:
-        fast = find_fast()
-        default = fast.fastest_dtype(device) if fast else torch.float32
-        dtype = str(default).removeprefix("torch.")
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    fast = find_fast()
+    dtype = fast.fastest_dtype(device) if fast else torch.float32
     preset = options.preset
     if preset is None and options.model is None:
         preset = SMALL_PRESET
         if device.type == "cuda":
             memory_bytes = torch.cuda.get_device_properties(device).total_memory
             preset = gpu_preset if memory_bytes > gpu_bytes else SMALL_PRESET
-    return replace(options, device=name, preset=preset, dtype=dtype)
+    return replace(
+        options,
+        device=str(device),
+        preset=preset,
+        dtype=options.dtype or str(dtype).removeprefix("torch."),
+    )
 
 
 def load_model(options: ModelOptions, positions: int, *, positions_from: str) -> GPT:
@@ -77,68 +80,53 @@ def load_model(options: ModelOptions, positions: int, *, positions_from: str) ->
     has another default model, or writes the options. Raises ValueError for what this machine cannot
     do."""
     options = resolve_model(options)
-    length = f"{positions_from} {positions}"
+    load = partial(_load_here, options, positions, f"{positions_from} {positions}")
     device = torch.device(str(options.device))
     if options.tp * options.pp == 1:
-        return _load_here(options, positions, length, device, None)
+        return load(GPT, device)
     from parallel.ranks import Ranks
     from parallel.shard import Shard
     from parallel.stages import Stage
 
     ranks = Ranks(options.tp, options.pp, device.type)
-
-    def load_stage() -> Stage:
-        shard = _load_here(options, positions, length, ranks.device, ranks)
-        assert isinstance(shard, Shard)
-        return Stage(shard)
-
-    model = ranks.start(load_stage).model
+    model = ranks.start(lambda: Stage(load(partial(Shard, ranks=ranks), ranks.device))).model
     if ranks.device.type == "cuda":
         print("# no CUDA graphs with --tp or --pp: decodes wait for launches", file=sys.stderr)
     return model
 
 
 def _load_here(
-    options: ModelOptions, positions: int, length: str, device: torch.device, ranks: Ranks | None
-) -> GPT:
-    """load_model in this process, maybe as one of several ranks.
+    options: ModelOptions,
+    positions: int,
+    length: str,
+    kind: Callable[..., Any],
+    device: torch.device,
+) -> Any:
+    """load_model in this process: a GPT, or the Shard of one of several ranks, as `kind` makes it.
     `length` is for error messages: the option and its value, as "--max-len 2048"."""
-    from kv_cache import kv_bytes_per_token
-    from model import GPT, GPTConfig
-    from parallel.shard import Shard
-    from pretrained import checkpoints
-    from runtime.memory import check_memory
-    from runtime.runner import find_fast
-
     dtype: torch.dtype = getattr(torch, str(options.dtype))
-    directory = None
     if options.model:
-        directory = options.model
-        config = checkpoints.read_config(directory)
+        config = checkpoints.read_config(options.model)
     else:
-        config = GPTConfig.preset(options.preset or SMALL_PRESET)
+        config = GPTConfig.preset(str(options.preset))
+    checkpoint = None if options.layers else options.model  # else its weights are of another model
     if options.layers:
-        directory = None  # its weights are of another model
         config = replace(config, n_layer=options.layers)
-    make_model: Callable[..., GPT] = GPT
-    if ranks:
-        make_model = partial(Shard, ranks=ranks)
-
-    empty = make_model(config, device="meta", dtype=dtype, seed=None)
-    weight_bytes = sum(p.numel() for p in empty.parameters()) * dtype.itemsize
-    cache_bytes = positions * kv_bytes_per_token(empty.config, dtype)
-    check_memory(f"{options.title} and a request of {length}", weight_bytes + cache_bytes, device)
-    if not directory and config.family == "llama":  # random weights have learned no positions
+    if not checkpoint and config.family == "llama":  # its weights have learned no positions
         config = replace(config, max_positions=max(config.max_positions, positions))
     if positions > config.max_positions:
         raise ValueError(f"{length}: this model is limited to {config.max_positions}")
 
-    if directory:
-        model = empty
-        load = model.load if isinstance(model, Shard) else partial(checkpoints.load_weights, model)
-        load(directory, device)
+    model = kind(config, device="meta", dtype=dtype, seed=None)
+    weight_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    cache_bytes = positions * kv_bytes_per_token(model.config, dtype)
+    check_memory(f"{options.title} and a request of {length}", weight_bytes + cache_bytes, device)
+    if not checkpoint:
+        model = kind(config, device=device, dtype=dtype, seed=options.seed)
+    elif kind is GPT:
+        checkpoints.load_weights(model, checkpoint, device)
     else:
-        model = make_model(config, device=device, dtype=dtype, seed=options.seed)
+        model.load(checkpoint, device)
     fast = find_fast()
     if fast:
         if options.compile:

@@ -28,11 +28,9 @@ def format_table(row_head: str, rows: Mapping[str, Sequence[Cell]]) -> str:
     lines: list[list[str]] = []
     for name, row in rows.items():
         if not lines:
-            heads = [head for head, _, _ in row]
-            lines.append([row_head, *heads])
-        texts = [show(value, spec) for _, value, spec in row]
-        lines.append([name, *texts])
-    return align(lines) if lines else ""
+            lines.append([row_head, *(head for head, _, _ in row)])
+        lines.append([name, *(show(value, spec) for _, value, spec in row)])
+    return align(lines)
 
 
 def markdown(columns: Mapping[str, str], rows: Iterable[Iterable[object]]) -> str:
@@ -49,11 +47,8 @@ def align(lines: Sequence[Sequence[str]], numbers: bool = True) -> str:
     columns: list[list[str]] = []
     for place, cells in enumerate(zip(*lines, strict=True)):
         width = max(map(len, cells))
-        rule = "-" * (width + 2)
-        if numbers and place > 0:
-            rule = "-" * (width + 1) + ":"
-            texts = [f" {cell.rjust(width)} " for cell in cells]
-        else:
-            texts = [f" {cell.ljust(width)} " for cell in cells]
-        columns.append([texts[0], rule, *texts[1:]])
+        side = ">" if numbers and place > 0 else "<"
+        rule = "-" * (width + 1) + (":" if side == ">" else "-")
+        head, *texts = [f" {cell:{side}{width}} " for cell in cells]
+        columns.append([head, rule, *texts])
     return "\n".join(f"|{'|'.join(row)}|" for row in zip(*columns, strict=True))

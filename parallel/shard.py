@@ -18,7 +18,7 @@ from model import GPT, FlatBatch
 from parallel.ranks import Ranks
 from pretrained.checkpoints import read_weights
 from pretrained.random_weights import init_weight
-from pretrained.sharding import Slices, local_config, slices_of, views
+from pretrained.sharding import local_config, name_in_whole_model, slices_of
 
 
 class Shard(GPT):
@@ -71,23 +71,18 @@ class Shard(GPT):
 
     def fill(self, source: str, weights: Tensor) -> None:
         """Keep this rank's slices of a whole GPT's parameter, if it has any."""
+        ranks = self.ranks
         for name, parameter in self.named_parameters():
-            slices = self.slices_of(name)
-            if slices.source != source:
+            if name_in_whole_model(self.whole_config, name, ranks.pp, ranks.stage) != source:
                 continue
-            parts = views(parameter, slices)
-            for part, (start, end) in zip(parts, slices.ranges, strict=True):
-                part.copy_(weights.narrow(slices.dim, start, end - start))
+            slices = slices_of(self.whole_config, source, weights, ranks.tp, ranks.part)
+            rows = torch.cat(slices)
+            parameter[: len(rows)] = rows
+            parameter[len(rows) :] = 0
 
     def whole_model(self) -> GPT:
         """A GPT of the whole geometry, without memory."""
         return GPT(self.whole_config, "meta", self.dtype, seed=None)
-
-    def slices_of(self, name: str) -> Slices:
-        """The slices of the whole model that the parameter `name` holds."""
-        ranks = self.ranks
-        shape = self.get_parameter(name).shape
-        return slices_of(self.whole_config, ranks.tp, ranks.pp, ranks.rank, name, shape)
 
     def sum_up(self, x: Tensor) -> Tensor:
         """The sum over all ranks of this stage, in place."""

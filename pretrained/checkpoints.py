@@ -5,7 +5,7 @@ one. An option that our model cannot compute exactly is refused: another activat
 fluent text of wrong logits. Read first: sharding.py, gguf_file.py. Read next: model.py, which has
 the parameters that are filled here; tokenizers.py."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from config import GPTConfig, RopeScaling
 from pretrained.gguf_file import (
+    GGUF_NAMES,
     check_supported,
     gguf_config,
-    gguf_names,
     gguf_weights,
     is_gguf,
     read_gguf,
@@ -38,8 +38,8 @@ ONLY: dict[str, tuple[Any, ...]] = {  # values of options that our model compute
     "rope_type": ("default", "llama3"),
     "partial_rotary_factor": (1, None),
 }
-GPT2_BLOCKS = "transformer.h"
 GPT2_NAMES = {  # transformers' names of our modules
+    "blocks": "transformer.h",
     "token_embedding": "transformer.wte",
     "position_embedding": "transformer.wpe",
     "attn_norm": "ln_1",
@@ -51,8 +51,8 @@ GPT2_NAMES = {  # transformers' names of our modules
     "final_norm": "transformer.ln_f",
     "head": "lm_head",
 }
-LLAMA_BLOCKS = "model.layers"
 LLAMA_NAMES = {  # where there are several, each fills some rows
+    "blocks": "model.layers",
     "token_embedding": "model.embed_tokens",
     "attn_norm": "input_layernorm",
     "preproj": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
@@ -132,13 +132,11 @@ def read_weights(whole_model: Any, name: str | Path) -> Iterator[tuple[str, Tens
     name = find(name)
     config: GPTConfig = whole_model.config
     is_gpt2 = config.family == "gpt2"
-    names = GPT2_NAMES if is_gpt2 else LLAMA_NAMES
-    name_in_file: Callable[[str], str | None] = str
     if is_gguf(name):
-        file = read_gguf(name)
-        stored = gguf_weights(file, config, whole_model.dtype)
-        name_in_file = gguf_names(file).get_name
+        names = GGUF_NAMES
+        stored = gguf_weights(read_gguf(name), config, whole_model.dtype)
     else:
+        names = GPT2_NAMES if is_gpt2 else LLAMA_NAMES
         stored = _load_stored(name, whole_model.dtype)
     if config.tie_embeddings and "lm_head.weight" in stored:
         head = stored.pop("lm_head.weight")
@@ -146,12 +144,11 @@ def read_weights(whole_model: Any, name: str | Path) -> Iterator[tuple[str, Tens
         if head.data_ptr() != embedding.data_ptr():
             raise ValueError(f"{name}: tie_word_embeddings=True, but they differ")
     for parameter_name, _ in whole_model.named_parameters():
-        blocks = GPT2_BLOCKS if is_gpt2 else LLAMA_BLOCKS
-        *block, module, kind = parameter_name.replace("blocks", blocks).split(".")
+        *block, module, kind = str(parameter_name).split(".")  # block: ["blocks", its number]
+        prefix = [names.get(word, word) for word in block]
         parts: list[Tensor] = []
         for part in names[module].split():
-            stored_module = name_in_file(".".join([*block, part]))
-            parts.append(stored.pop(f"{stored_module}.{kind}"))
+            parts.append(stored.pop(".".join([*prefix, part, kind])))
         weight = torch.cat(parts) if len(parts) > 1 else parts[0]
         if is_gpt2 and block and weight.ndim == 2:  # stored as (in, out)
             weight = weight.t().contiguous()

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,21 @@ from torch import Tensor
 from config import GPTConfig
 from pretrained.presets import ARCHITECTURES
 
-if TYPE_CHECKING:
-    from gguf import TensorNameMap
-
 OF_LLAMA_CPP = ("llama", "qwen2", "qwen3")  # of ARCHITECTURES
+GGUF_NAMES = {  # llama.cpp's names of our modules, see LLAMA_NAMES in checkpoints.py
+    "blocks": "blk",
+    "token_embedding": "token_embd",
+    "attn_norm": "attn_norm",
+    "preproj": "attn_q attn_k attn_v",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "postproj": "attn_output",
+    "ffn_norm": "ffn_norm",
+    "ffn_ln1": "ffn_gate ffn_up",
+    "ffn_ln2": "ffn_down",
+    "final_norm": "output_norm",
+    "head": "output",
+}
 
 
 @dataclass(frozen=True)
@@ -94,24 +105,15 @@ def gguf_weights(file: GGUFFile, config: GPTConfig, dtype: torch.dtype) -> dict[
 
     heads = {}
     if file.metadata["general.architecture"] == "llama":
-        heads = {"attn_q.weight": config.n_head, "attn_k.weight": config.n_kv_head}
+        heads = {"attn_q": config.n_head, "attn_k": config.n_kv_head}
     weights: dict[str, Tensor] = {}
     for tensor in file.tensors:
         weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type), dtype=dtype)
-        kind = ".".join(tensor.name.split(".")[-2:])
-        if kind in heads:
-            weight = in_own_order(weight, heads[kind])
+        module = tensor.name.split(".")[-2]
+        if module in heads:
+            weight = in_own_order(weight, heads[module])
         weights[tensor.name] = weight
     return weights
-
-
-def gguf_names(file: GGUFFile) -> "TensorNameMap":
-    """Finds the name in the file of a module that transformers calls by another name."""
-    from gguf import MODEL_ARCH, get_tensor_name_map
-
-    architecture = file.metadata["general.architecture"]
-    n_layer = file.metadata[f"{architecture}.block_count"]
-    return get_tensor_name_map(MODEL_ARCH[architecture.upper()], n_layer)
 
 
 def in_own_order(weight: Tensor, n_head: int) -> Tensor:

@@ -35,7 +35,6 @@ def make_tokenizer(file: GGUFFile) -> tuple["PreTrainedTokenizerFast", frozenset
     """The tokenizer with its chat template, and the tokens that end a text. Raises ValueError for
     other kinds than byte-level BPE, and for words that are cut in another way."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
     keys = file.keys("tokenizer.ggml.")
@@ -61,11 +60,10 @@ def make_tokenizer(file: GGUFFile) -> tuple["PreTrainedTokenizerFast", frozenset
             token = AddedToken(tokens[token_id], normalized=False, special=kind == CONTROL)
             inner.add_tokens([token])
     named_ids = {"bos_token": keys.get("bos_token_id"), "eos_token": keys.get("eos_token_id")}
-    named = {name: tokens[i] for name, i in named_ids.items() if i is not None}
-    if keys.get("add_bos_token", is_llama3) and "bos_token" in named:
-        bos = named["bos_token"]
-        inner.post_processor = TemplateProcessing(f"{bos} $A", special_tokens=[(bos, ids[bos])])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, chat_template=file.metadata.get("tokenizer.chat_template"), **named
+        tokenizer_object=inner,
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+        add_bos_token=keys.get("add_bos_token", is_llama3),
+        **{name: tokens[i] for name, i in named_ids.items() if i is not None},
     )
     return tokenizer, frozenset(ends)

@@ -28,7 +28,6 @@ class TextStream:
     """Decodes the tokens that follow a prompt, one at a time."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
-        self.text = ""  # of the token that was pushed last
         self._tokenizer = tokenizer
         self._context = list(prompt[-CONTEXT:])  # the last tokens that were shown
         self._held: list[int] = []  # tokens that are no whole character yet
@@ -36,17 +35,22 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes; "" if it completes none."""
         self._held.append(token_id)
-        self.text = decode_after(self._tokenizer, self._context, self._held)
-        if self.text.endswith(HALF_A_CHARACTER):
-            self.text = ""
-        if self.text:
-            self._context = self._held
-            self._held = []
-        return self.text
+        text = self.flush()
+        if not text or text.endswith(HALF_A_CHARACTER):
+            return ""
+        self._context = self._held
+        self._held = []
+        return text
 
     def flush(self) -> str:
         """The text that is left after the last token: that of a character without its end."""
         return decode_after(self._tokenizer, self._context, self._held)
+
+
+def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """(the text up to the first of the strings `stops`, whether there is one)."""
+    ends = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(ends, default=None)], bool(ends)
 
 
 class Writer:
@@ -58,29 +62,24 @@ class Writer:
         self.stream = stream
         self.stops = stops
         self.held = ""  # text that is not certain
-        self.length = 0  # in characters, with `held`
 
     def push(self, event: Event) -> tuple[str, str | None]:
         """(text, finish_reason) of an event: the text that is certain with it, and "stop" for a
         stop string, too. A stop token is no part of the text."""
         reason = event.finish_reason
-        is_stop_token = reason == "stop" and event.token in event.request.stop
-        text = "" if is_stop_token else self.stream.push(event.token)
+        if reason != "stop" or event.token not in event.request.stop:
+            self.held += self.stream.push(event.token)
         if reason:
-            text += self.stream.flush()
-        self.held += text
-        self.length += len(text)
-        stop_at = [self.held.find(stop) for stop in self.stops if stop in self.held]
-        if stop_at:
-            return self.held[: min(stop_at)], "stop"
-        certain = len(self.held) if reason else self._certain_length()
-        text = self.held[:certain]
-        self.held = self.held[certain:]
+            self.held += self.stream.flush()
+        text, is_stopped = cut(self.held, self.stops)
+        if is_stopped:
+            return text, "stop"
+        if not reason:
+            text = text[: len(text) - self._uncertain_length()]
+        self.held = self.held[len(text) :]
         return text, reason
 
-    def _certain_length(self) -> int:
-        """How many characters of `held` come before what may be the beginning of a stop string."""
-        for i in range(len(self.held)):
-            if any(stop.startswith(self.held[i:]) for stop in self.stops):
-                return i
-        return len(self.held)
+    def _uncertain_length(self) -> int:
+        """How many characters at the end of `held` may be the beginning of a stop string."""
+        beginnings = [stop[:length] for stop in self.stops for length in range(len(stop))]
+        return max((len(text) for text in beginnings if self.held.endswith(text)), default=0)

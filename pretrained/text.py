@@ -5,7 +5,7 @@ Without a tokenizer there is no text, and all of this does nothing. Read first: 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from pretrained.streams import CONTEXT, TextStream, Writer, decode_after
+from pretrained.streams import CONTEXT, TextStream, Writer, cut, decode_after
 from pretrained.tokenizers import Tokenizer
 from request import Event, Request
 
@@ -28,40 +28,35 @@ class Text:
         if self.tokenizer is not None and isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt)
         tokens: list[Any] = list(prompt)
-        if not tokens:
-            raise ValueError("prompt: must hold at least 1 token")
-        if min(tokens) < 0 or max(tokens) >= vocab_size:
-            raise ValueError(f"prompt: token ids must be in 0 … {vocab_size - 1}")
+        if not tokens or min(tokens) < 0 or max(tokens) >= vocab_size:
+            raise ValueError(f"prompt: must be token ids from 0 to {vocab_size - 1}, at least one")
         return tokens
 
-    def decode(self, tokens: Sequence[int], start: int) -> str:
-        """The text of tokens[start:], as it reads behind those before."""
+    def decode(self, request: Request, start: int) -> tuple[str, bool]:
+        """(the text of a request's tokens from `start` on, without a stop token, up to the first
+        stop string; whether there is one)."""
         assert self.tokenizer is not None
+        tokens = request.tokens
+        if request.finish_reason == "stop" and tokens[-1] in request.stop:
+            tokens = tokens[:-1]
         context = tokens[max(0, start - CONTEXT) : start]
-        return decode_after(self.tokenizer, context, tokens[start:])
+        return cut(decode_after(self.tokenizer, context, tokens[start:]), request.params.stop)
 
     def has_stop(self, request: Request) -> bool:
         """Whether one of its stop strings is in the text of a request's last tokens, as many as it
         may take."""
         stops = request.params.stop
-        if self.tokenizer is None or not stops:
+        if not stops:
             return False
-        last_tokens = 1 + LONGEST_CHARACTER * max(len(stop) for stop in stops)
+        last_tokens = 1 + LONGEST_CHARACTER * max(map(len, stops))
         start = max(request.prompt_len, len(request.tokens) - last_tokens)
-        text = self.decode(request.tokens, start)
-        return any(stop in text for stop in stops)
+        _, is_stopped = self.decode(request, start)
+        return is_stopped
 
     def write(self, request: Request) -> None:
-        """Set the text of a request that has ended: its output, without a stop token, up to the
-        first stop string."""
-        if self.tokenizer is None:
-            return
-        tokens = request.tokens
-        if request.finish_reason == "stop" and tokens[-1] in request.stop:
-            tokens = tokens[:-1]
-        text = self.decode(tokens, request.prompt_len)
-        stop_at = [text.find(stop) for stop in request.params.stop if stop in text]
-        request.text = text[: min(stop_at, default=None)]
+        """Set the text of a request that has ended."""
+        if self.tokenizer is not None:
+            request.text, _ = self.decode(request, request.prompt_len)
 
     def add_to(self, events: Iterable[Event]) -> Iterator[Event]:
         """The events, each with its text."""

@@ -4,9 +4,9 @@ Read first: checkpoints.py. Read next: gguf_tokenizer.py, streams.py."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,15 +26,8 @@ Message = Mapping[str, Any]  # {"role": ..., "content": ...}, and more that a te
 class Tokenizer(Protocol):
     """What engine and server need of one."""
 
-    @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """The tokens that end a text."""
-        ...
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """The tokens that have no text, as they are written in a prompt."""
-        ...
+    stop_token_ids: frozenset[int]  # those that end a text
+    special_tokens: Mapping[str, int]  # those without text, as they are written in a prompt
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text. BOS comes first, if there is one."""
@@ -85,7 +78,8 @@ class HubTokenizer:
         eos = tokenizer.eos_token_id
         self.stop_token_ids = stop_token_ids or frozenset([eos] if isinstance(eos, int) else [])
         added_tokens = tokenizer.added_tokens_decoder.items()
-        self.special_tokens = {str(token): i for i, token in added_tokens if token.special}
+        special_tokens = {str(token): i for i, token in added_tokens if token.special}
+        self.special_tokens: Mapping[str, int] = special_tokens
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a text. Other threads run meanwhile, unlike in `encode` of tokenizers."""
@@ -113,9 +107,6 @@ def load_tokenizer(name: str | Path) -> HubTokenizer:
     if is_gguf(name):
         return HubTokenizer(*make_tokenizer(read_gguf(name)))
     stops = generation_config(name).eos_token_id
-    config = Path(name, "config.json")
-    if stops is None and config.is_file():  # not by AutoConfig, which has a default for LLaMA
-        stops = json.loads(config.read_text("utf-8")).get("eos_token_id")
     stops = () if stops is None else stops
     stop_token_ids = frozenset([stops] if isinstance(stops, int) else stops)
     file = Path(name, "tokenizer.model")
@@ -128,7 +119,6 @@ def _load_llama3(path: Path) -> PreTrainedTokenizerFast:
     """LLaMA 3's own tokenizer.model, a list of byte-pair ranks as tiktoken reads it.
 
     Raises ValueError for a file of another kind: put the checkpoint's tokenizer.json beside it."""
-    from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -136,19 +126,23 @@ def _load_llama3(path: Path) -> PreTrainedTokenizerFast:
     names = ["begin_of_text", "end_of_text", *reserved[:4], "start_header_id", "end_header_id"]
     names += [reserved[4], "eot_id", *reserved[5:]]
     specials = [f"<|{name}|>" for name in names]
-    bos = specials[0]
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", "")  # a copy would outlive a change of the file
-    inner = TikTokenConverter(str(path), extra_special_tokens=specials).converted()
-    begin = (bos, inner.token_to_id(bos))
-    inner.post_processor = TemplateProcessing(f"{bos} $A", special_tokens=[begin])
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=bos, eos_token="<|eot_id|>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=TikTokenConverter(str(path), extra_special_tokens=specials).converted(),
+        bos_token="<|begin_of_text|>",
+        eos_token="<|eot_id|>",
+        add_bos_token=True,
+    )
 
 
 def generation_config(name: str | Path) -> GenerationConfig:
-    """What a checkpoint's publisher says of stop tokens and sampling, maybe nothing."""
+    """What a checkpoint's publisher says of stop tokens and sampling, maybe nothing.
+
+    As in transformers it stands in generation_config.json, or else in config.json."""
     from transformers import GenerationConfig
 
-    try:
-        return GenerationConfig.from_pretrained(find(name))
-    except OSError:  # there is no generation_config.json
-        return GenerationConfig()
+    for file in ("generation_config.json", "config.json"):
+        with suppress(OSError, TypeError):  # there is no such file; the latter for config.json
+            # do_sample: else a warning says that a temperature may be ignored
+            return GenerationConfig.from_pretrained(find(name), file, do_sample=True)
+    return GenerationConfig()

@@ -22,7 +22,6 @@ from engine import no_interrupt
 from parallel.ranks import Ranks
 from parallel.shard import Shard
 from parallel.stages import Stage, engine_for
-from pretrained.sharding import views
 from sampling import SamplingParams
 from tests.helpers import check_integrity, completions_of, tiny_model
 
@@ -105,11 +104,8 @@ def model_of(job):
 def shard_of(model, ranks):
     """The part of a model that a rank has."""
     shard = Shard(model.config, ranks, dtype=model.dtype, seed=None)
-    whole = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in shard.named_parameters():
-        slices = shard.slices_of(name)
-        for part, (start, end) in zip(views(parameter, slices), slices.ranges, strict=True):
-            part.copy_(whole[slices.source].narrow(slices.dim, start, end - start))
+    for name, parameter in model.named_parameters():
+        shard.fill(name, parameter)
     return shard
 
 

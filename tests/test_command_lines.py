@@ -38,7 +38,7 @@ def ending(main):
 def test_a_help_does_not_wait_for_torch(program):
     call = f"bench.main(['{program}', '--help'])"
     if program.endswith(".py"):
-        call = f"{program[:-3]}.main(['--help'])"
+        call = f"{program[:-3]}.app(['--help'])"
     code = f"import sys, bench, sample; {call}; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "--" in done.stdout, done.stderr
@@ -188,4 +188,4 @@ def test_several_processes_are_started_by_torchrun_and_do_not_compile(monkeypatc
 
 def test_sample_needs_a_prompt():
     with pytest.raises(ValueError, match="--prompt, --chat"):
-        sample.main([])
+        sample.app([])

@@ -12,33 +12,20 @@ from model import GPT
 from pretrained import checkpoints
 from pretrained.gguf_file import read_gguf
 from pretrained.tokenizers import load_tokenizer
-from tests.test_checkpoints import all_logits, make, prompt, reference_logits
+from tests.test_checkpoints import TOLERANCE, all_logits, make, prompt, reference_logits
 
-KINDS = {"llama": "llama", "llama tied": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {"llama": "llama", "llama tied": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 LETTERS = bytes_to_unicode()  # of byte-level BPE
-TOKENS = [
-    "<s>",
-    "<|end|>",
-    "<tool>",
-    *(LETTERS[byte] for byte in range(32, 124)),
-    "he",
-    "ll",
-]  # 97, of the bytes ASCII
-TYPES = [3, 3, 4, *[1] * 94]
+BYTES = [LETTERS[byte] for byte in range(32, 124)]
+TOKENS = ["<s>", "<|end|>", "<tool>", *BYTES, "he", "ll"]
+BOS, EOS, TOOL = range(3)
+CONTROL, USER_DEFINED, NORMAL = 3, 4, 1
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
-
-
-def permuted(weight, heads):
-    """As llama.cpp's converter writes the rows of queries and keys of a LLaMA."""
-    parts = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
-    return parts.swapaxes(1, 2).reshape(weight.shape)
 
 
 def metadata_of(config, architecture):
     """The metadata that llama.cpp's converter writes, {key: value}."""
-    head_dim = config.hidden_size // config.num_attention_heads
-    if architecture == "qwen3":
-        head_dim = config.head_dim
+    head_dim = getattr(config, "head_dim", None)
     sizes = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -46,9 +33,9 @@ def metadata_of(config, architecture):
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": head_dim,
+        "attention.key_length": head_dim or config.hidden_size // config.num_attention_heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.freq_base": config.rope_parameters["rope_theta"],
     }
     return {
         "general.architecture": architecture,
@@ -56,10 +43,10 @@ def metadata_of(config, architecture):
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": TOKENS,
-        "tokenizer.ggml.token_type": TYPES,
+        "tokenizer.ggml.token_type": [CONTROL, CONTROL, USER_DEFINED, *[NORMAL] * 94],
         "tokenizer.ggml.merges": ["h e", "l l"],
-        "tokenizer.ggml.bos_token_id": 0,
-        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.bos_token_id": BOS,
+        "tokenizer.ggml.eos_token_id": EOS,
         "tokenizer.chat_template": TEMPLATE,
     }
 
@@ -67,143 +54,142 @@ def metadata_of(config, architecture):
 def tensors_of(model, architecture):
     """The tensors of transformers' model as llama.cpp's converter writes them, {name: array}."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 2)
-    heads = {"q_proj": model.config.num_attention_heads}
-    heads["k_proj"] = model.config.num_key_value_heads
     tensors = {}
     for name, tensor in model.state_dict().items():
         module, kind = name.rsplit(".", 1)
-        array = tensor.numpy()
-        part = module.split(".")[-1]
-        if architecture == "llama" and part in heads:
-            array = permuted(array, heads[part])
-        if part != "lm_head" or not model.config.tie_word_embeddings:
-            tensors[f"{names[module]}.{kind}"] = array
+        if architecture == "llama" and module.endswith(("q_proj", "k_proj")):
+            rows = tensor.unflatten(0, (-1, 2, 4))  # (heads, halves, head_dim / 2, inputs)
+            tensor = rows.transpose(1, 2).reshape(tensor.shape)
+        if module != "lm_head" or not model.config.tie_word_embeddings:
+            tensors[f"{names[module]}.{kind}"] = tensor.numpy()
     return tensors
-
-
-def write(path, metadata, tensors, quantisation):
-    """A GGUF file, by the package's writer. Matrices are quantised."""
-    writer = gguf.GGUFWriter(path, metadata["general.architecture"])
-    adders = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
-    for key, value in metadata.items():
-        if key != "general.architecture":
-            getattr(writer, f"add_{adders[type(value)]}")(key, value)
-    for name, array in tensors.items():
-        if quantisation is not None and array.ndim == 2 and array.shape[1] % 32 == 0:
-            blocks = gguf.quants.quantize(array, quantisation)
-            writer.add_tensor(name, blocks, raw_dtype=quantisation)
-        else:
-            writer.add_tensor(name, np.ascontiguousarray(array))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.fixture
 def save(tmp_path):
-    """save(kind, quantisation, **metadata) -> a file; a key whose value is None is left out."""
+    """save(kind) -> a file by the package's writer, with quantised matrices, or with some metadata
+    or tensors `changed`; what is None is left out."""
 
-    def save(kind="llama", quantisation=None, changed=None, tensors=None):
+    def save(kind="llama", changed=None, quantisation=None):
         model = make(kind)
-        architecture = KINDS[kind]
-        metadata = metadata_of(model.config, architecture) | (changed or {})
-        metadata = {key: value for key, value in metadata.items() if value is not None}
-        stored = tensors_of(model, architecture) | (tensors or {})
-        stored = {name: array for name, array in stored.items() if array is not None}
+        architecture = ARCHITECTURES[kind]
+        content = metadata_of(model.config, architecture) | tensors_of(model, architecture)
+        writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
+        for name, value in (content | (changed or {})).items():
+            if isinstance(value, np.ndarray):
+                if quantisation and value.ndim == 2 and value.shape[1] % 32 == 0:
+                    value = gguf.quants.quantize(value, quantisation)
+                    writer.add_tensor(name, value, raw_dtype=quantisation)
+                else:
+                    writer.add_tensor(name, np.ascontiguousarray(value))
+            elif value is not None:
+                writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
         read_gguf.cache_clear()
-        return write(tmp_path / "model.gguf", metadata, stored, quantisation)
+        return tmp_path / "model.gguf"
 
     return save
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_logits_equal_transformers(save, kind):
     model = GPT.from_pretrained(save(kind))
     tokens = prompt(model)
     expected = reference_logits(make(kind), tokens)
-    torch.testing.assert_close(all_logits(model, tokens), expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(all_logits(model, tokens), expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["BF16", "Q4_1"])
 def test_a_quantised_matrix_is_what_the_package_makes_of_it(save, name):
     quantisation = gguf.GGMLQuantizationType[name]
-    file = save("qwen3", quantisation)
+    file = save("qwen3", quantisation=quantisation)
     embedding = make("qwen3").state_dict()["model.embed_tokens.weight"].numpy()
     expected = gguf.quants.dequantize(gguf.quants.quantize(embedding, quantisation), quantisation)
+    assert not np.array_equal(expected, embedding)  # something was quantised
     weight = GPT.from_pretrained(file, dtype=torch.float64).token_embedding.weight
     assert torch.equal(weight, torch.from_numpy(expected.astype(float)))
-    assert not np.array_equal(expected, embedding)  # something was quantised
 
 
-HE, LL, SPACE, ONE, TWO = [TOKENS.index(token) for token in ("he", "ll", "Ġ", "1", "2")]
-H, E = TOKENS.index("h"), TOKENS.index("e")
-WHOLE = {"tokenizer.ggml.tokens": [*TOKENS, "eh"], "tokenizer.ggml.token_type": [*TYPES, 1]}
 PRE = "tokenizer.ggml.pre"
-BOS = "tokenizer.ggml.add_bos_token"
-TWELVE = {"tokenizer.ggml.merges": ["1 2"], "tokenizer.ggml.tokens": [*TOKENS[:-2], "12"]}
+ADD_BOS = "tokenizer.ggml.add_bos_token"
+WHOLE = {"tokenizer.ggml.tokens": [*TOKENS[:-3], "eh", "he", "ll"]}
+TWELVE = {"tokenizer.ggml.tokens": [*TOKENS[:-1], "12"], "tokenizer.ggml.merges": ["1 2"]}
 ENCODED = [  # metadata, a text, its tokens
-    ({}, "hell 12", [HE, LL, SPACE, ONE, TWO]),
-    ({}, "<s>he<|end|><tool>", [0, HE, 1, 2]),
-    ({BOS: True}, "he", [0, HE]),
-    ({PRE: "llama-bpe"}, "he", [0, HE]),  # llama.cpp's default there
-    ({PRE: "llama-bpe"} | WHOLE, "eh", [0, 97]),  # a word that is a token is not merged
-    (WHOLE, "eh", [E, H]),
-    *((TWELVE | {PRE: pre, BOS: False}, "12", [95]) for pre in ("gpt-2", "llama-bpe")),
-    *((TWELVE | {PRE: pre}, "12", [ONE, TWO]) for pre in ("smollm", "qwen2")),
+    ({}, "hell 12", "he ll Ġ 1 2"),
+    ({}, "<s>he<|end|><tool>", "<s> he <|end|> <tool>"),
+    ({ADD_BOS: True}, "he", "<s> he"),
+    ({PRE: "llama-bpe"}, "he", "<s> he"),  # llama.cpp's default there
+    (WHOLE | {PRE: "llama-bpe"}, "eh", "<s> eh"),  # a word that is a token is not merged
+    (WHOLE, "eh", "e h"),
+    (TWELVE | {PRE: "gpt-2"}, "12", "12"),
+    (TWELVE | {PRE: "llama-bpe", ADD_BOS: False}, "12", "12"),
+    (TWELVE | {PRE: "smollm"}, "12", "1 2"),
+    (TWELVE | {PRE: "qwen2"}, "12", "1 2"),
 ]
 
 
-@pytest.mark.parametrize("metadata, text, tokens", ENCODED)
-def test_texts_are_encoded_as_the_metadata_says(save, metadata, text, tokens):
-    assert load_tokenizer(save(changed=metadata)).encode(text) == tokens
+def spelled(ids, tokens=TOKENS):
+    return " ".join(tokens[token_id] for token_id in ids)
+
+
+@pytest.mark.parametrize("changed, text, expected", ENCODED)
+def test_texts_are_encoded_as_the_metadata_says(save, changed, text, expected):
+    ids = load_tokenizer(save(changed=changed)).encode(text)
+    assert spelled(ids, changed.get("tokenizer.ggml.tokens", TOKENS)) == expected
 
 
 def test_the_tokens_and_the_template_are_those_of_the_metadata(save):
-    file = save(changed={"tokenizer.ggml.eot_token_id": 2, "llama.attention.sliding_window": 24})
+    file = save(changed={"tokenizer.ggml.eot_token_id": TOOL})
     tokenizer = load_tokenizer(file)
-    assert tokenizer.decode([0, HE, 1]) == "he"  # a control token has no text
-    assert tokenizer.encode_chat([{"role": "user", "content": "he"}]) == [
-        *(0, TOKENS.index("[")),
-        *(HE, TOKENS.index("]")),
-    ]
-    assert tokenizer.stop_token_ids == {1, 2} == {*tokenizer.special_tokens.values()} - {0}
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "he"}])
+    assert spelled(prompt) == "<s> [ he ]"
+    assert tokenizer.decode(prompt) == "[he]"  # a control token has no text
+    assert tokenizer.stop_token_ids == {EOS, TOOL}
+    assert tokenizer.special_tokens == {"<s>": BOS, "<|end|>": EOS, "<tool>": TOOL}
+
+
+def test_positions_end_where_a_window_would_slide(save):
+    file = save(changed={"llama.attention.sliding_window": 24})
     assert checkpoints.read_config(file).max_positions == 24
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"])
 def test_a_turn_ends_where_its_metadata_calls_the_end_an_ordinary_token(save, end):
-    tokens = ["<|endoftext|>", end, *TOKENS[2:]]
-    changed = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 0}
-    tokenizer = load_tokenizer(
-        save(changed=changed | {"tokenizer.ggml.token_type": [3] + [1] * 96})
-    )
+    changed = {
+        "tokenizer.ggml.tokens": ["<|endoftext|>", end, *TOKENS[2:]],
+        "tokenizer.ggml.token_type": [CONTROL] + [NORMAL] * 96,
+        "tokenizer.ggml.eos_token_id": 0,
+    }
+    tokenizer = load_tokenizer(save(changed=changed))
     assert tokenizer.stop_token_ids == {0, 1}
-    assert tokenizer.encode(f"he{end}") == [HE, 1]
-    assert tokenizer.decode([HE, 1]) == "he"
+    ids = tokenizer.encode(f"he{end}")
+    assert ids[1:] == [1]
+    assert tokenizer.decode(ids) == "he"
 
 
-REFUSED = [  # metadata, tensors, what is named
-    ({"general.architecture": "mamba"}, {}, "general.architecture=mamba"),
-    ({"llama.rope.scaling.type": "yarn"}, {}, "rope.scaling.type=yarn"),
-    ({"llama.attention.value_length": 4}, {}, "attention.value_length=4"),
-    ({"llama.rope.dimension_count": 4}, {}, "rope.dimension_count=4"),
-    ({}, {"blk.1.ffn_up.weight": None}, "blk.1.ffn_up.weight"),
-    ({}, {"rope_freqs.weight": np.ones(4, "f")}, "rope_freqs.weight"),
-    ({}, {"output_norm.weight": np.ones(31, "f")}, "final_norm.weight"),
+REFUSED = [  # metadata or a tensor, what is named
+    ({"general.architecture": "mamba"}, "general.architecture"),
+    ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type"),
+    ({"llama.attention.value_length": 4}, "attention.value_length"),
+    ({"llama.rope.dimension_count": 4}, "rope.dimension_count"),
+    ({"blk.1.ffn_up.weight": None}, "blk.1.ffn_up.weight"),
+    ({"rope_freqs.weight": np.ones(4, "f")}, "rope_freqs.weight"),
+    ({"output_norm.weight": np.ones(31, "f")}, "final_norm.weight"),
 ]
 
 
-@pytest.mark.parametrize("metadata, tensors, name", REFUSED)
-def test_a_model_that_is_not_known_is_refused_by_name(save, metadata, tensors, name):
-    with pytest.raises((ValueError, KeyError, RuntimeError), match=name):
-        GPT.from_pretrained(save(changed=metadata, tensors=tensors))
+@pytest.mark.parametrize("changed, named", REFUSED)
+def test_a_model_that_is_not_known_is_refused_by_name(save, changed, named):
+    with pytest.raises((ValueError, KeyError, RuntimeError), match=named):
+        GPT.from_pretrained(save(changed=changed))
 
 
 @pytest.mark.parametrize("key, value", [("model", "llama"), ("pre", "tekken"), ("pre", None)])
 def test_a_tokenizer_that_is_not_known_is_refused_by_name(save, key, value):
-    with pytest.raises(ValueError, match=f"tokenizer.ggml.{key}={value}"):
+    with pytest.raises(ValueError, match=f"tokenizer.ggml.{key}"):
         load_tokenizer(save(changed={f"tokenizer.ggml.{key}": value}))
 
 

@@ -81,7 +81,7 @@ SAMPLE = (
 def test_a_text_under_torchrun_is_that_of_one_process(capsys, division):
     argv = [*SAMPLE, "--prompt", "abc", "--prompt", "d"]
     world = torchrun("--standalone", "sample.py", *argv, division, "2")
-    sample.main(argv)
+    sample.app(argv)
     text, errors = world.communicate(timeout=60)
     assert world.returncode == 0, errors
     assert text == capsys.readouterr().out

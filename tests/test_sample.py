@@ -9,7 +9,7 @@ from model import GPT, GPTConfig
 from pretrained.tokenizers import ByteTokenizer, load_tokenizer
 from sampling import SamplingParams
 from tests.helpers import FakeTokenizer
-from tests.test_checkpoints import llama_like
+from tests.test_checkpoints import small
 from tests.test_tokenizers import byte_level_directory
 
 COMMON = ["--preset", "llama-tiny", "--device", "cpu"]
@@ -17,7 +17,7 @@ COMMON = ["--preset", "llama-tiny", "--device", "cpu"]
 
 def printed_by(capsys, *words):
     """(stdout, stderr) of sample.py with the smallest model, 9 tokens each."""
-    sample.main([*COMMON, "--max-new-tokens", "9", *words])
+    sample.app([*COMMON, "--max-new-tokens", "9", *words])
     return capsys.readouterr()
 
 
@@ -34,7 +34,7 @@ def test_one_prompt_streams_and_several_share_batches(capsys):
 
 
 def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, capsys):
-    config = llama_like()
+    config = small()
     config.vocab_size = 300
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     byte_level_directory(tmp_path)
@@ -42,7 +42,7 @@ def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, capsys):
     (expected,) = engine.generate(["abc"], SamplingParams(9), progress=False)
     capsys.readouterr()
     words = ["--device", "cpu", "--prompt", "abc", "--max-new-tokens", "9"]
-    sample.main(["--model", str(tmp_path), *words])
+    sample.app(["--model", str(tmp_path), *words])
     out, err = capsys.readouterr()
     assert "float32 on cpu" in err
     assert out == f"abc{visible(expected.text)}\n"
