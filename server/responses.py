@@ -61,6 +61,10 @@ class Answer(StreamingResponse):
     def add_requests(self, prompts: Sequence[Sequence[int]]) -> Sequence[Request]:
         """Have requests with these prompts queued."""
         thread = self.thread
+        count = len(prompts) * self.asked.n
+        most = thread.engine.config.max_waiting or count
+        if count > most:
+            raise api_error(400, f"n: {count} answers, at most {most} may wait", "n")
         loop = from_thread.run_sync(asyncio.get_running_loop)
         deliver = partial(loop.call_soon_threadsafe, self.events.put_nowait)
         service = self.asked.model_dump(include={"priority", "ttft_slo", "tbt_slo", "user"})
@@ -68,9 +72,7 @@ class Answer(StreamingResponse):
             choices = self.choices(prompts)
             return thread.call(thread.add, choices, thread.engine.clock(), deliver, **service)
         except QueueFull as error:
-            count = len(prompts) * self.asked.n
-            too_many = count > (thread.engine.config.max_waiting or count)
-            raise api_error(400 if too_many else 429, str(error), "n", "queue_full") from error
+            raise api_error(429, str(error), code="queue_full") from error
         except ValueError as error:
             code = "context_length_exceeded" if isinstance(error, TooLong) else None
             raise api_error(400, str(error), code=code) from error

@@ -59,18 +59,20 @@ def test_stop_strings_end_a_text_and_free_its_pages(tiny, stream):
 
 def test_stop_tokens_and_special_tokens_as_stop_strings_end_a_text(tiny):
     text = generate(tiny, "hello").text
-    stop = text[5]
-    expected = text.partition(stop)[0]
-    token = LETTERS.index(stop)
-    with serving(letters._replace(stop_token_ids=frozenset([token]))) as served:
+    token = LETTERS.index(text[5])
+    expected = text.partition(text[5])[0]
+    tokenizer = letters._replace(
+        stop_token_ids=frozenset([token]),
+        special_tokens={"<|end|>": token},
+    )
+    ignoring = {"ignore_eos": True}
+    with serving(tokenizer) as served:
         choices, parts, usage = complete(served, "hello", logprobs=1)
         assert choices == [(expected, "stop")]
         assert usage.completion_tokens == len(expected) + 1
         assert len(parts[0].logprobs.tokens) == len(expected)
-        choices, _, _ = complete(served, "hello", extra_body={"ignore_eos": True})
-        assert choices == [(text, "length")]
-    with serving(letters._replace(special_tokens={"<|end|>": token})) as served:
-        choices, _, _ = complete(served, "hello", stop=["no", "<|end|>"])
+        assert complete(served, "hello", extra_body=ignoring)[0] == [(text, "length")]
+        choices, _, _ = complete(served, "hello", stop=["?", "<|end|>"], extra_body=ignoring)
         assert choices == [(expected, "stop")]
 
 
@@ -174,26 +176,21 @@ def test_every_field_of_openai_and_vllm_has_a_value_that_asks_for_nothing(tiny):
         assert done.status_code == 200, body
 
 
-PARTS = [{"type": "text", "text": "a"}] * 2
-EMPTY = {"name": "n", "tool_calls": [], "refusal": None}
-CALL = {"tool_calls": [{"id": "c", "function": {"name": "f", "arguments": '{"a": null}'}}]}
-PARSED = {"tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {"a": None}}}]}
-BARE = {"tool_calls": [{"function": {"name": "f", "arguments": ""}}]}
-NO_ARGUMENTS = {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+CALL = {"id": "c", "function": {"name": "f", "arguments": '{"a": null}'}}
+BARE = {"id": "d", "function": {"name": "f", "arguments": ""}}
 
 
-@pytest.mark.parametrize(
-    "fields, converted",
-    [
-        ({"content": PARTS}, {"content": "aa"}),
-        (EMPTY, {"content": "", "name": "n"}),
-        (CALL, {"content": ""} | PARSED),
-        (BARE | {"content": None}, {"content": ""} | NO_ARGUMENTS),
-    ],
-)
-def test_a_message_of_openai_becomes_one_of_transformers(fields, converted):
-    message = Message.model_validate({"role": "assistant"} | fields)
-    assert message.model_dump(exclude_none=True) == {"role": "assistant"} | converted
+def test_a_message_of_openai_becomes_one_of_transformers():
+    fields = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALL, BARE]}
+    message = Message.model_validate(fields).model_dump(exclude_none=True)
+    assert message.keys() == {"role", "content", "tool_calls"}
+    assert message["content"] == ""
+    arguments = [call["function"]["arguments"] for call in message["tool_calls"]]
+    assert arguments == [{"a": None}, {}]
+    parts = [{"type": "text", "text": "a"}] * 2
+    fields = {"role": "x", "content": parts, "tool_calls": [], "name": "n"}
+    message = Message.model_validate(fields).model_dump(exclude_none=True)
+    assert message == {"role": "x", "content": "aa", "name": "n"}
 
 
 names = st.sampled_from(["role", "content", "tool_calls", *KNOWN])
@@ -219,16 +216,15 @@ def test_no_body_is_an_error_500(tiny, body, address):
 
 def test_without_the_key_no_route_shows_anything():
     is_open = {"/", "/health"}
+    right = "bearer sésame".encode()  # the scheme is case-insensitive
     with serving(key="sésame", cors=["http://a"]) as served:
-        right = "bearer sésame".encode()  # the scheme is case-insensitive
         for key in (right, b"Bearer x", right + b"x", b"Basic s\xc3\xa9same", b""):
             done = served.http.get("/records/0", headers={"authorization": key})
             assert done.status_code == (200 if key == right else 401)
-        schema = served.http.get("/openapi.json").json()["paths"]
-        routes = [(path, method) for path, methods in schema.items() for method in methods]
-        assert len(routes) == 7
-        for path, method in routes:
-            done = served.http.request(method, path.replace("{place}", "0"))
+        paths = served.http.get("/openapi.json").json()["paths"]
+        assert len(paths) == 7
+        for path, methods in paths.items():
+            done = served.http.request(*methods, path.replace("{place}", "0"))
             assert done.status_code == (200 if path in is_open else 401), path
         preflight = {"origin": "http://a", "access-control-request-method": "POST"}
         done = served.http.options(COMPLETION, headers=preflight)
@@ -243,16 +239,17 @@ def test_without_a_key_a_foreign_host_is_rejected(tiny):
 
 @streamed
 @pytest.mark.parametrize("steps", [0, 4])
-def test_a_step_that_fails_fails_all_requests_and_no_later_one(stream, steps, monkeypatch):
-    with serving() as served, monkeypatch.context() as patch:
-        results = [served.engine.runner.fetch] * steps
-        patch.setattr(served.engine.runner, "fetch", lambda *args: results.pop()(*args))
+def test_a_step_that_fails_fails_all_requests_and_no_later_one(stream, steps):
+    with serving() as served:
+        fetch = served.engine.runner.fetch
+        results = [fetch] * steps
+        served.engine.runner.fetch = lambda *args: results.pop()(*args)
         begun = stream and steps
         with pytest.raises(openai.APIError if begun else openai.InternalServerError):
             complete(served, "a", stream=stream)
         assert idle(served.engine)
-        patch.undo()
-        assert complete(served, "hello")[0] == [(generate(served, "hello").text, "length")]
+        results += [fetch] * 20
+        assert len(complete(served, "a")[0]) == 1
 
 
 def test_an_engine_that_cannot_be_reset_ends_the_server_and_its_clients_are_told(monkeypatch):
@@ -299,7 +296,6 @@ def test_a_viewer_sees_the_state_and_then_each_iteration(monkeypatch):
         added, prefill, decode, *_, last = reply["records"]
         request_id = added["request"]["id"]
         assert reply["texts"] == {str(request_id): text}
-        assert reply["place"] == 21
         assert prefill["chunks"] == [[request_id, 0, 5]]
         assert decode["decodes"] == [request_id]
         assert last["ended"] == [[request_id, "length"]]
