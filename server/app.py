@@ -2,163 +2,100 @@
 
 Read first: protocol.py, engine_thread.py, responses.py. Read next: __main__.py."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from hmac import compare_digest
+from typing import Annotated
 
-from fastapi import FastAPI
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import make_asgi_app
-from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
+from starlette.exceptions import HTTPException as StarletteError
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
-from config import QueueFull, TooLong
 from page.html import page
-from pretrained.tokenizers import Tokenizer
-from sampling import SamplingParams
-from server.checks import Gate
-from server.engine_thread import Choice, EngineThread
-from server.protocol import ApiError, Body, ChatBody, CompletionBody, error_response
+from server.engine_thread import EngineThread, JsonObject
+from server.protocol import ChatBody, CompletionBody, api_error, error_json
 from server.responses import Answer
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 SLO_DECODES = 5  # decode iterations that a gap between tokens may take, if none is given
-OPENAI_SAMPLING = SamplingParams(temperature=1.0)
 
 
-@dataclass(eq=False)
-class Api:
-    """The answers to requests, by an EngineThread whose engine has no tokenizer of its own.
-
-    `sampling` has the defaults of temperature, top_p and top_k."""
-
-    thread: EngineThread
-    tokenizer: Tokenizer
-    name: str  # of the model
-    sampling: SamplingParams = OPENAI_SAMPLING
-
-    async def page(self) -> HTMLResponse:
-        """GET /: the live schedule page, without records."""
-        config = self.thread.engine.config
-        sizes = f"{config.max_batch} requests of {config.max_len} tokens"
-        description = f"{config.policy}, chunk {config.chunk}, {sizes}"
-        slo_s = config.policy_options.get("tbt_slo")
-        slo_source = "the option --tbt-slo"
-        if slo_s is None and self.thread.idle_decode_s is not None:
-            slo_s = SLO_DECODES * self.thread.idle_decode_s
-            slo_source = f"{SLO_DECODES} times the median decode iteration of an idle engine"
-        text = page(self.name, description, live="/records", slo_s=slo_s, slo_source=slo_source)
-        return HTMLResponse(text)
-
-    async def records(self, place: int) -> dict[str, object]:
-        """GET /records/N: the records from number N on, and the ends of the last texts."""
-        records, end, outputs = await self.thread.call(self.thread.records_since, place)
-        texts = {request_id: self.tokenizer.decode(ids) for request_id, ids in outputs.items()}
-        return {"records": records, "place": end, "texts": texts}
-
-    async def health(self) -> PlainTextResponse:
-        """GET /health."""
-        return PlainTextResponse("ok")
-
-    async def models(self) -> dict[str, object]:
-        """GET /v1/models."""
-        return {"object": "list", "data": [await self.model(self.name)]}
-
-    async def model(self, name: str) -> dict[str, object]:
-        """GET /v1/models/NAME. Raises ApiError if the model has another name."""
-        if name != self.name:
-            raise ApiError(404, f"model: there is only {self.name}", "model", "model_not_found")
-        return {"id": name, "object": "model", "created": 0, "owned_by": "nanosarathi"}
-
-    async def completions(self, body: CompletionBody) -> Answer:
-        """POST /v1/completions."""
-        return await self.create(body)
-
-    async def chat_completions(self, body: ChatBody) -> Answer:
-        """POST /v1/chat/completions."""
-        return await self.create(body)
-
-    async def create(self, body: Body) -> Answer:
-        """Queue the requests of a body. Raises ApiError."""
-        arrival = self.thread.engine.clock()
-        await self.model(body.model or self.name)
-        service = body.model_dump(include={"priority", "ttft_slo", "tbt_slo", "user"})
-        try:
-            prompts = await run_in_threadpool(self.encode, body)
-            choices = self.choices(body, prompts)
-            requests, events = await self.thread.call(self.thread.add, choices, arrival, **service)
-        except QueueFull as error:
-            raise ApiError(429, str(error), None, "queue_full", {"Retry-After": "1"}) from error
-        except ValueError as error:
-            code = "context_length_exceeded" if isinstance(error, TooLong) else None
-            raise ApiError(400, str(error), code=code) from error
-        return Answer(self.thread, self.tokenizer, self.name, body, requests, events)
-
-    def encode(self, body: Body) -> list[list[int]]:
-        """The tokens of the prompts, or of the messages. Raises ValueError."""
-        if isinstance(body, CompletionBody):
-            encode = self.tokenizer.encode
-            return [encode(each) if isinstance(each, str) else each for each in body.prompt]
-        assert isinstance(body, ChatBody)
-        try:  # a template is a program, and may raise anything
-            messages = [message.for_template() for message in body.messages]
-            return [self.tokenizer.encode_chat(messages)]
-        except Exception as error:
-            raise ValueError(f"messages: {error}") from error
-
-    def choices(self, body: Body, prompts: Sequence[list[int]]) -> list[Choice]:
-        """The prompt and the sampling of each choice: answer i to a prompt has the seed + i.
-
-        Raises ApiError if they are more than ever may wait, and ValueError as SamplingParams."""
-        config = self.thread.engine.config
-        count = len(prompts) * body.n
-        if config.max_waiting and count > config.max_waiting:
-            message = f"n: {count} answers, at most {config.max_waiting} requests may wait"
-            raise ApiError(400, message, "n")
-        token_ids = set() if body.ignore_eos else set(self.tokenizer.stop_token_ids)
-        special_tokens = self.tokenizer.special_tokens
-        token_ids.update(special_tokens[stop] for stop in body.stop if stop in special_tokens)
-        fields = body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
-        params = replace(
-            self.sampling,
-            stop_token_ids=tuple(token_ids),
-            logprobs=body.wants_logprobs,
-            **fields,
-        )
-        choices: list[Choice] = []
-        for prompt in prompts:
-            limit = body.limit or max(1, self.thread.engine.scheduler.max_len - len(prompt))
-            for i in range(body.n):
-                choices.append((prompt, replace(params, max_new_tokens=limit, seed=body.seed + i)))
-        return choices
-
-
-def app_of(
-    api: Api, key: str | None = None, hosts: Sequence[str] = (), cors: Sequence[str] = ()
+def make_app(
+    thread: EngineThread,
+    key: str | None = None,
+    hosts: Sequence[str] = (),
+    cors: Sequence[str] = (),
 ) -> FastAPI:
     """The ASGI application.
 
     Clients must send `key`. If there is none, they must call this server by one of `hosts`, or
     locally: any web page can make its own name an address of this machine (DNS rebinding), but a
     browser still sends that name. Web pages of the origins `cors` may call it."""
+    model: JsonObject = {
+        "id": thread.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "nanosarathi",
+    }
     app = FastAPI(title="nanosarathi")
-    app.post("/v1/completions")(api.completions)
-    app.post("/v1/chat/completions")(api.chat_completions)
-    app.get("/v1/models")(api.models)
-    app.get("/v1/models/{name:path}")(api.model)
-    app.get("/health")(api.health)
-    app.get("/records/{place}")(api.records)
-    app.get("/")(api.page)
-    app.mount("/metrics", make_asgi_app(api.thread.metrics.registry))
+    guarded = APIRouter(dependencies=[Depends(_check(key))] if key else [])
+
+    @app.get("/health", response_class=PlainTextResponse)
+    async def health() -> str:
+        return "ok"
+
+    @app.get("/", response_class=HTMLResponse)
+    async def schedule_page() -> str:
+        config = thread.engine.config
+        sizes = f"{config.max_batch} requests of {config.max_len} tokens"
+        idle_slo = SLO_DECODES * thread.idle_decode_s
+        return page(
+            thread.name,
+            f"{config.policy}, chunk {config.chunk}, {sizes}",
+            live="/records",
+            slo_s=config.policy_options.get("tbt_slo", idle_slo),
+            slo_source=f"--tbt-slo, or {SLO_DECODES} decode iterations of an idle engine",
+        )
+
+    @guarded.get("/records/{place}")
+    def records(place: int) -> JsonObject:
+        """The records from number `place` on, and the ends of the last texts."""
+        return thread.call(thread.records_since, place)
+
+    @guarded.get("/v1/models")
+    async def models() -> JsonObject:
+        return {"object": "list", "data": [model]}
+
+    @guarded.get(f"/v1/models/{thread.name}")
+    async def only_model() -> JsonObject:
+        return model
+
+    # FastAPI runs these in worker threads: a long prompt takes a moment, as a step of the engine
+
+    @guarded.post("/v1/completions")
+    def completions(body: CompletionBody) -> Response:
+        encode = thread.tokenizer.encode
+        prompts = [encode(each) if isinstance(each, str) else each for each in body.prompt]
+        return Answer(thread, body, prompts)
+
+    @guarded.post("/v1/chat/completions")
+    def chat_completions(body: ChatBody) -> Response:
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        try:  # a template is a program, and may raise anything
+            prompt = thread.tokenizer.encode_chat(messages)
+        except Exception as error:
+            raise api_error(400, f"messages: {error}", "messages") from error
+        return Answer(thread, body, [prompt])
+
+    app.include_router(guarded)
+    app.mount("/metrics", make_asgi_app(thread.metrics.registry))
     app.exception_handler(RequestValidationError)(_reject)
-    app.exception_handler(HTTPException)(_explain)
-    if key:
-        app.add_middleware(Gate, key=key)
-    else:
+    app.exception_handler(StarletteError)(_explain)
+    if not key:
         allowed_hosts = [*LOCAL_HOSTS, *hosts]
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts, www_redirect=False)
     if cors:
@@ -168,18 +105,29 @@ def app_of(
     return app
 
 
-async def _reject(request: HttpRequest, error: RequestValidationError) -> Response:
+def _check(key: str) -> Callable[..., Awaitable[None]]:
+    """The dependency of routes that need `Authorization: Bearer KEY`."""
+
+    async def check(
+        sent: Annotated[HTTPAuthorizationCredentials, Depends(HTTPBearer())],
+    ) -> None:
+        if not compare_digest(sent.credentials.encode("latin-1"), key.encode()):
+            raise api_error(401, "Authorization: wrong key", code="invalid_api_key")
+
+    return check
+
+
+async def _reject(request: Request, error: RequestValidationError) -> Response:
     """The response to a body with a wrong field: pydantic's first message, and its place."""
     first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return error_response(ApiError(400, f"the body is no JSON: {first['ctx']['error']}"))
-    if isinstance(first["input"], bytes):
-        return error_response(ApiError(400, "Content-Type: must be application/json"))
-    place = [str(part) for part in first["loc"][1:]]
-    message = ": ".join([".".join(place), first["msg"]]) if place else first["msg"]
-    return error_response(ApiError(400, message, place[0] if place else None))
+    names = [part for part in first["loc"][1:] if isinstance(part, str)]
+    place = ".".join(map(str, first["loc"]))
+    param = names[0] if names else None
+    return await _explain(request, api_error(400, f"{place}: {first['msg']}", param))
 
 
-async def _explain(request: HttpRequest, error: HTTPException) -> Response:
-    """The response to an ApiError, or to the router's 404 and 405."""
-    return error_response(error)
+async def _explain(request: Request, error: HTTPException) -> Response:
+    """The response to an api_error, or to a library's error, whose detail is a text."""
+    if isinstance(error.detail, str):
+        error.detail = api_error(error.status_code, error.detail).detail
+    return Response(error_json(error), error.status_code, error.headers, "application/json")

@@ -1,6 +1,7 @@
 """The numbers for Prometheus: of requests that have ended, and of the present. See README.md."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -17,12 +18,14 @@ class Metrics:
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
         self.registry = CollectorRegistry()
         place: dict[str, Any] = {"namespace": "nanosarathi", "registry": self.registry}
-        self.ttft = Histogram("ttft_seconds", "arrival to first token", buckets=BUCKETS_S, **place)
-        self.tbt = Histogram("tbt_seconds", "between two tokens", buckets=BUCKETS_S, **place)
-        self.counters = {
-            name: Counter(name, "of requests that have ended", **place)
-            for name in ("prompt_tokens", "output_tokens", "preemptions", "cached_tokens")
-        }
+        seconds = partial(Histogram, buckets=BUCKETS_S, **place)
+        self.ttft = seconds("ttft_seconds", "arrival to first token")
+        self.tbt = seconds("tbt_seconds", "between two tokens")
+        count = partial(Counter, documentation="of requests that have ended", **place)
+        self.prompt_tokens = count("prompt_tokens")
+        self.output_tokens = count("output_tokens")
+        self.cached_tokens = count("cached_tokens")
+        self.preemptions = count("preemptions")
 
         def free_pages() -> int:
             return sum(scheduler.pages.num_free for scheduler in schedulers)
@@ -38,14 +41,10 @@ class Metrics:
 
     def observe(self, request: Request) -> None:
         """Count a request that has ended."""
-        counts = {
-            "prompt_tokens": request.prompt_len,
-            "output_tokens": len(request.output),
-            "preemptions": request.preemptions,
-            "cached_tokens": request.cached_tokens,
-        }
-        for name, count in counts.items():
-            self.counters[name].inc(count)
+        self.prompt_tokens.inc(request.prompt_len)
+        self.output_tokens.inc(len(request.output))
+        self.cached_tokens.inc(request.cached_tokens)
+        self.preemptions.inc(request.preemptions)
         if request.ttft is not None:
             self.ttft.observe(request.ttft)
         for seconds in request.tbt:

@@ -39,5 +39,5 @@ class ServerOptions:
     """Seconds between tokens, for the policies dynamic and priority."""
 
     def __post_init__(self) -> None:
-        if self.api_key is not None and not self.api_key.strip():
+        if self.api_key == "":
             raise ValueError("--api-key, NANOSARATHI_API_KEY: must not be empty")

@@ -6,101 +6,84 @@ Read next: responses.py, app.py."""
 
 import json
 import random
-from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
+from fastapi import HTTPException
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     Field,
     Json,
+    PositiveFloat,
     PositiveInt,
     model_validator,
 )
-from starlette.exceptions import HTTPException
-from starlette.responses import Response
 
-NEUTRAL: dict[str, tuple[object, ...]] = {  # fields that are not computed -> what asks for nothing
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "metadata": ({},),
-    "verbosity": ("medium",),
-    "priority": (0,),  # from here on vLLM's
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "use_beam_search": (False,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template_kwargs": ({},),
-    "include_reasoning": (True,),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
-    "max_repetition_pattern_size": (0,),
-    "min_repetition_pattern_size": (0,),
-    "repetition_min_count": (0,),
-    "include_obfuscation": (False,),  # of stream_options
+NEUTRAL: dict[str, object] = {  # fields that are not computed -> what asks for nothing
+    "best_of": 1,
+    "echo": False,
+    "suffix": "",
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": True,
+    "functions": [],
+    "function_call": "none",
+    "top_logprobs": 0,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "service_tier": "default",
+    "store": False,
+    "metadata": {},
+    "verbosity": "medium",
+    "priority": 0,  # from here on vLLM's
+    "min_p": 0,
+    "min_tokens": 0,
+    "repetition_penalty": 1,
+    "length_penalty": 1,
+    "use_beam_search": False,
+    "stop_token_ids": [],
+    "bad_words": [],
+    "include_stop_str_in_output": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "chat_template_kwargs": {},
+    "include_reasoning": True,
+    "return_tokens_as_token_ids": False,
+    "return_token_ids": False,
+    "max_repetition_pattern_size": 0,
+    "min_repetition_pattern_size": 0,
+    "repetition_min_count": 0,
+    "include_obfuscation": False,  # of stream_options
 }
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+AUTO = ("tool_choice", "function_call", "service_tier")  # "auto" asks for nothing, too
 
 
-class ApiError(HTTPException):
-    """An error with the field that it is about, and a code that programs look for."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(status, message, headers)
-        self.param = param
-        self.code = code
+def api_error(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> HTTPException:
+    """An error about a field `param`, with a `code` that programs look for."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    detail = {"message": message, "type": kind, "param": param, "code": code}
+    return HTTPException(status, detail, {"Retry-After": "1"} if status == 429 else None)
 
 
 def error_json(error: HTTPException) -> str:
-    """The error as JSON, in OpenAI's shape."""
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    param = error.param if isinstance(error, ApiError) else None
-    code = error.code if isinstance(error, ApiError) else None
-    fields = {"message": error.detail, "type": kind, "param": param, "code": code}
-    return json.dumps({"error": fields})
-
-
-def error_response(error: HTTPException) -> Response:
-    """The response to a request that cannot be answered."""
-    return Response(error_json(error), error.status_code, error.headers, "application/json")
+    """The error in OpenAI's shape."""
+    return json.dumps({"error": error.detail})
 
 
 def asks_for_nothing(name: str, value: object) -> bool:
     """Whether the server may ignore a field of this name and value."""
     if name == "logit_bias" and isinstance(value, dict):
         return not any(value.values())
-    return value is None or value in NEUTRAL.get(name, ())
+    return value in (None, NEUTRAL.get(name)) or (name in AUTO and value == "auto")
 
 
 def _as_list(value: object) -> object:
@@ -134,7 +117,8 @@ class Body(Fields):
     policies/priority.py are not OpenAI's. `user` is for policies that are fair between users."""
 
     model: str | None = None  # None: the one that is served
-    max_tokens: PositiveInt | None = None
+    max_tokens: PositiveInt | None = None  # None: all that fit
+    max_completion_tokens: PositiveInt | None = None  # the same, goes first
     temperature: float | None = Field(None, ge=0)  # None: as the server's defaults
     top_p: float | None = Field(None, gt=0, le=1)
     # vLLM's -1 is all tokens, too
@@ -146,33 +130,25 @@ class Body(Fields):
     ] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    logprobs: Any = None  # of the chosen tokens
     ignore_eos: bool = False
     priority: Literal["realtime", "high", "normal", "low"] = "normal"
-    ttft_slo: Seconds | None = None
-    tbt_slo: Seconds | None = None
+    ttft_slo: PositiveFloat | None = None
+    tbt_slo: PositiveFloat | None = None
     user: str = ""
 
     @property
-    def limit(self) -> int | None:
-        """The most tokens to generate, if the client says so."""
-        return self.max_tokens
-
-    @property
     def wants_logprobs(self) -> bool:
-        """Whether the log-probabilities of the chosen tokens are part of the answer."""
-        raise NotImplementedError
+        """Whether the answer has log-probabilities. In a completion 0 asks for them, too."""
+        return self.logprobs is not None and self.logprobs is not False
 
 
 class CompletionBody(Body):
     """The body of POST /v1/completions."""
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_as_list)]
-    max_tokens: PositiveInt = 16  # pyright: ignore[reportIncompatibleVariableOverride]
+    max_tokens: PositiveInt | None = 16
     logprobs: int | None = Field(None, ge=0, le=1)
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
 
 
 class TextPart(BaseModel, strict=True):
@@ -197,35 +173,25 @@ class ToolCall(BaseModel, strict=True, extra="allow"):
     function: Function
 
 
+def _joined(content: str | list[TextPart] | None) -> str:
+    """The content of a message as one text."""
+    if isinstance(content, list):
+        return "".join(part.text for part in content)
+    return content or ""
+
+
 class Message(BaseModel, strict=True, extra="allow"):
-    """A message of a chat. A template may read more fields of it."""
+    """A message of a chat, as templates of transformers read it once what is null is left out: its
+    content is a text, arguments are objects, no list of calls is empty. There may be more fields.
+    """
 
     role: str
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as templates of transformers read it: its content is a text, arguments are
-        objects, and what is null or an empty list of calls is not there."""
-        fields = {name: value for name, value in self.model_dump().items() if value is not None}
-        if not self.tool_calls:
-            fields.pop("tool_calls", None)
-        parts = self.content or ""
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {**fields, "content": text}
+    content: Annotated[str | list[TextPart] | None, AfterValidator(_joined)] = ""
+    tool_calls: Annotated[list[ToolCall] | None, AfterValidator(lambda calls: calls or None)] = None
 
 
 class ChatBody(Body):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: PositiveInt | None = None
     logprobs: bool = False
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs

@@ -126,16 +126,6 @@ def tiny():
         yield served
 
 
-@pytest.fixture(scope="module")
-def turning():
-    """A server of servers.circle."""
-    from pretrained.tokenizers import ByteTokenizer
-    from tests.servers import circle, serving
-
-    with serving(circle(), ByteTokenizer()) as served:
-        yield served
-
-
 @pytest.fixture(scope="session")
 def worlds(tmp_path_factory):
     """Who starts worlds of ranks."""
