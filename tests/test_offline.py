@@ -190,7 +190,7 @@ def run_of(iterations, seconds, drift=0.1):
         Request(0, [*[1] * 6, 1], 6, 1, 0.0, token_times=[1.5]),
         Request(1, [*[2] * 6, 1, 2, 3], 6, 3, 0.5, token_times=[1.5, 1.7, 2.7]),
     ]
-    return Run(completions, iterations, seconds, 0.0, drift=drift)
+    return Run(completions, iterations, seconds, drift=drift)
 
 
 def test_requests_whose_output_depends_on_the_policy_are_counted():

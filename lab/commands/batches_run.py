@@ -22,11 +22,9 @@ from lab.measure.batch_times import (
     longest,
     time_sequences,
 )
-from lab.measure.capacity import time_steadily
 from lab.measure.machine_info import measure_machine
-from lab.measure.token_budget import Case, Profiled
+from lab.measure.token_budget import Profiled
 from parallel.stages import runner_for
-from runtime.runner import Runner
 
 NUMBER = r"([1-9]\d{0,6})"
 CHUNKS = re.compile(rf"(?:{NUMBER}x)?{NUMBER}(?:@{NUMBER})?(?:/{NUMBER})?")  # "6x1@1024"
@@ -100,17 +98,17 @@ def find_budget(slo_s: float, options: BatchesOptions, model_options: ModelOptio
     runner = runner_for(model)(model, pages, page_size, max_len, attention)
     profile: list[Profiled] = []
 
-    def time_and_keep(runner: Runner, cases: Sequence[Case]) -> list[Profiled]:
-        rows = time_steadily(runner, cases)
+    def slowest(budget: int) -> float:
+        """The seconds of a batch at the slower context."""
+        cases = [(budget, context, decodes) for context in contexts]
+        rows = token_budget.time_iterations(runner, cases)
         profile.extend(rows)
         report["profile"] = [row._asdict() for row in profile]
-        return rows
+        return max(row.seconds for row in rows)
 
     with reporting(options, report):
         try:
-            budget, _ = token_budget.choose_budget(
-                runner, slo_s, decodes, contexts, tile, max_len, time_and_keep
-            )
+            budget = token_budget.choose_budget(slowest, slo_s, decodes, tile, max_len)
         finally:
             if profile:
                 print_profile(profile, decodes, slo_s)
