@@ -22,7 +22,7 @@ from policies.observers import ChunkRecord, Iteration
 from request import Request
 
 
-def a_request(request_id, prompt_len, arrival, scheduled=None, times=(), reason="length", **lost):
+def a_completion(request_id, prompt_len, arrival, reason=None, scheduled=None, times=(), **lost):
     """A Request whose tokens are of no interest."""
     return Request(
         request_id,
@@ -37,42 +37,40 @@ def a_request(request_id, prompt_len, arrival, scheduled=None, times=(), reason=
     )
 
 
-def an_iteration(start, end, running, decodes=(), prefills=None):
-    """An Iteration with decodes of some requests, and {request id: tokens} of prefills."""
-    chunks = [ChunkRecord(i, 50, 1, is_decode=True) for i in decodes]
-    chunks += [ChunkRecord(i, 0, n, is_decode=False) for i, n in (prefills or {}).items()]
+def prefill(request_id, length):
+    return ChunkRecord(request_id, 0, length, is_decode=False)
+
+
+def decode(request_id):
+    return ChunkRecord(request_id, 50, 1, is_decode=True)
+
+
+def an_iteration(start, end, chunks, running=0):
     return Iteration(start, end, chunks, running=running)
 
 
 def three_requests():
     """1 makes 0 wait, 2 rides in hybrid batches, 1 is preempted, 2 is aborted, 3 only waits."""
     iterations = [
-        an_iteration(0.0, 1.0, 1, prefills={0: 4}),
-        an_iteration(1.0, 1.25, 1, [0]),
-        an_iteration(1.25, 3.25, 2, prefills={1: 8}),  # as vllm does: 0 waits for all of 1
-        an_iteration(3.25, 3.5, 2, [0, 1]),
-        an_iteration(3.5, 4.0, 3, [0, 1], {2: 2}),
-        an_iteration(4.0, 4.75, 3, [0, 1], {2: 3}),
-        an_iteration(4.75, 5.0, 2, [0, 2]),
-        an_iteration(5.0, 6.0, 2, prefills={1: 12}),  # prompt and 4 tokens again; 2 waits
-        an_iteration(6.0, 6.25, 1, [1, 2]),
+        an_iteration(0.0, 1.0, [prefill(0, 4)], 1),
+        an_iteration(1.0, 1.25, [decode(0)], 1),
+        an_iteration(1.25, 3.25, [prefill(1, 8)], 2),  # as vllm does: 0 waits for all of 1
+        an_iteration(3.25, 3.5, [decode(0), decode(1)], 2),
+        an_iteration(3.5, 4.0, [decode(0), decode(1), prefill(2, 2)], 3),
+        an_iteration(4.0, 4.75, [decode(0), decode(1), prefill(2, 3)], 3),
+        an_iteration(4.75, 5.0, [decode(0), decode(2)], 2),
+        an_iteration(5.0, 6.0, [prefill(1, 12)], 2),  # prompt and 4 tokens again; 2 waits
+        an_iteration(6.0, 6.25, [decode(1), decode(2)], 1),
     ]
-    requests = [
-        a_request(0, 4, 0.0, 0.0, [1.0, 1.25, 3.5, 4.0, 4.75, 5.0]),
-        a_request(
-            1,
-            8,
-            1.0,
-            1.25,
-            [3.25, 3.5, 4.0, 4.75, 6.0, 6.25],
-            "stop",
-            preemptions=1,
-            recomputed_tokens=11,
-        ),
-        a_request(2, 5, 2.0, 3.5, [4.75, 5.0, 6.25], "abort"),
-        a_request(3, 6, 5.5, reason=None),
+    lost = {"preemptions": 1, "recomputed_tokens": 11}
+    times = [3.25, 3.5, 4.0, 4.75, 6.0, 6.25]
+    completions = [
+        a_completion(0, 4, 0.0, "length", 0.0, [1.0, 1.25, 3.5, 4.0, 4.75, 5.0]),
+        a_completion(1, 8, 1.0, "stop", 1.25, times, **lost),
+        a_completion(2, 5, 2.0, "abort", 3.5, [4.75, 5.0, 6.25]),
+        a_completion(3, 6, 5.5),
     ]
-    return requests, iterations
+    return completions, iterations
 
 
 def marks(percentiles):
@@ -94,19 +92,15 @@ def random_history(seed):
     for _ in range(rng.randint(1, 30)):
         now += rng.choice([0.0, 0.0, rng.random()])
         end = now + 0.01 + rng.random()
-        decodes = []
-        prefills = {}
+        chunks = []
         for request_id in rng.sample(range(6), rng.randint(1, 4)):
-            if request_id in times and rng.random() < 0.6:
-                decodes.append(request_id)
+            decodes = request_id in times and rng.random() < 0.6
+            chunks.append(decode(request_id) if decodes else prefill(request_id, rng.randint(1, 3)))
+            if decodes or rng.random() < 0.5:
                 times[request_id].append(end)
-            else:
-                prefills[request_id] = rng.randint(1, 3)
-                if rng.random() < 0.5:
-                    times[request_id].append(end)
-        iterations.append(an_iteration(now, end, 0, decodes, prefills))
+        iterations.append(an_iteration(now, end, chunks))
         now = end
-    return [a_request(i, 1, 0.0, times=times[i]) for i in range(6)], iterations
+    return [a_completion(i, 1, 0.0, times=times[i]) for i in range(6)], iterations
 
 
 def stalls_by_definition(requests, iterations):
@@ -174,7 +168,7 @@ def one_server(gaps, services):
     for i, (arrival, service) in enumerate(zip(np.cumsum(gaps).tolist(), services, strict=True)):
         start = max(arrival, free)
         free = start + service
-        requests.append(a_request(i, 1, arrival, start, [free]))
+        requests.append(a_completion(i, 1, arrival, "length", start, [free]))
     return requests
 
 
@@ -203,7 +197,9 @@ def test_a_queue_that_will_be_empty_again_has_not_grown(gaps, services):
 def finished_run(delays, gaps):
     """Requests with these scheduling delays, and these gaps after each first token."""
     times = np.cumsum([0.25, *gaps])
-    return [a_request(i, 1, 0.0, delay, delay + times) for i, delay in enumerate(delays)]
+    return [
+        a_completion(i, 1, 0.0, "length", delay, delay + times) for i, delay in enumerate(delays)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +216,7 @@ def finished_run(delays, gaps):
 def test_the_slo_is_met_by_p99_tbt_and_median_scheduling_delay(delays, gaps, is_met):
     requests = finished_run(delays, gaps)
     assert (not missed(summarize_run(requests, [], 10.0), tbt_slo_s=0.5)) == is_met
-    requests.append(a_request(9, 1, 0.0, reason="abort"))
+    requests.append(a_completion(9, 1, 0.0, "abort"))
     assert missed(summarize_run(requests, [], 10.0), tbt_slo_s=0.5)
 
 
@@ -236,6 +232,6 @@ def test_goodput_counts_finished_requests_within_both_slos():
     requests = []
     for ttft_s, gaps, reason, _ in rows:
         times = np.cumsum([3.0 + ttft_s, *gaps]).tolist()
-        requests.append(a_request(0, 1, 3.0, 3.0, times, reason))
+        requests.append(a_completion(0, 1, 3.0, reason, 3.0, times))
     good = sum(is_good for *_, is_good in rows)
     assert goodput(requests, 4.0, ttft_slo_s=2.0, tbt_slo_s=0.1) == good / 4.0

@@ -16,7 +16,6 @@ from lab.commands.options import BatchesOptions
 from lab.measure import timing, token_budget
 from lab.measure.batch_times import (
     Batch,
-    BatchTime,
     SequenceTime,
     chunks_of,
     longest,
@@ -72,7 +71,7 @@ def time_batches(
         "machine": machine.to_json(),
     }
     with reporting(options, report):
-        rows = time_sequences(model, machine, sequences, repeats=5, attention=attention)
+        rows = time_sequences(model, machine, sequences, attention=attention)
         report["batches"] = rows
         print_batches(rows)
 
@@ -145,32 +144,19 @@ def print_batches(rows: Mapping[str, SequenceTime]) -> None:
     for name, row in rows.items():
         cells[timing.mark(name, row.busy)] = [
             ("tokens", row.tokens, ",d"),
-            ("preproj", row.preproj_ms, ",.2f"),
-            ("postproj", row.postproj_ms, ",.2f"),
-            ("ffn_ln1", row.ffn_ln1_ms, ",.2f"),
-            ("ffn_ln2", row.ffn_ln2_ms, ",.2f"),
-            ("attention", row.attention_ms, ",.2f"),
-            ("limit", row.attention_limit_ms, ",.2f"),
-            ("other", row.other_ms, ",.2f"),
+            *[(part, ms, ",.2f") for part, ms in row.parts_ms.items()],
+            ("limit of attention", row.attention_limit_ms, ",.2f"),
             ("total", row.total_ms, ",.2f"),
             ("spread", row.spread, ".0%"),
             ("tokens/ms", row.tokens_per_ms, ".3g"),
-            *launch_cells(row),
+            *[(name, ms, ",.2f") for name, ms in row.gpu_ms.items()],
         ]
     print(f"{format_table('ms', cells)}\n\n{NOTE}{launch_note(rows)}")
 
 
-def launch_cells(row: BatchTime) -> list[Cell]:
-    """The CPU's time to launch a batch, and the GPU's to compute it. [] on a CPU, which computes
-    what it launches."""
-    if row.device_ms is None:
-        return []
-    return [("launch", row.launch_ms, ",.2f"), ("device", row.device_ms, ",.2f")]
-
-
-def launch_note(rows: Mapping[str, BatchTime]) -> str:
+def launch_note(rows: Mapping[str, SequenceTime]) -> str:
     """What these columns are, and which rows say more of the CPU than of the GPU."""
-    if all(row.device_ms is None for row in rows.values()):
+    if not any(row.gpu_ms for row in rows.values()):
         return ""
     slow = [name for name, row in rows.items() if row.launch_bound]
     bound = f"bound by launches, not by the device: {', '.join(slow) or 'none'}"
