@@ -77,6 +77,22 @@ def test_each_part_of_a_batch_is_timed_right_before_the_whole(monkeypatch):
     assert all(time.busy for time in time_batches(runner, batches).values())
 
 
+def test_on_a_gpu_parts_are_times_of_the_device(monkeypatch):
+    def launch_timings(launches, device):
+        return {key: timing.LaunchTiming(launch=2.0, device=3.0) for key in launches}
+
+    def interleaved(variants, *_, **__):
+        return {key: timing.Timing(50.0, spread=0.1) for key in variants}
+
+    monkeypatch.setattr(timing, "launch_timings", launch_timings)
+    monkeypatch.setattr(timing, "interleaved", interleaved)
+    monkeypatch.setattr(timing.Probe, "take", lambda self: 0.0)
+    batch = batch_of((4, 8))
+    time = time_batches(Runner(tiny_model(), 1, 16), [batch])[batch]
+    assert time.gpu_ms == {"launch": 2, "device": 3}
+    assert list(time.parts_ms.values()) == [3, 3, 3, 3, 3, 50 - 15]
+
+
 def test_the_limit_of_attention_is_the_larger_of_flops_and_bytes():
     model = tiny_model(dtype=torch.float32)
     batch = batch_of((4, 10), (1, 8))

@@ -17,15 +17,10 @@ def test_a_hybrid_batch_has_the_tokens_it_says(budget, context, decodes):
     chunk = budget - decodes
     assert sum(span.length for span in spans) == budget
     assert all((span.start, span.length) == (context - 1, 1) for span in spans[:decodes])
-    keys = 0
     for span in spans[decodes:]:
         assert span.end == max(context, chunk)
-        keys += sum(range(span.start + 1, span.end + 1))
     for span in spans:
         assert len(set(span.pages)) == len(span.pages) == -(-span.end // 16)
-    shape = Profiled(budget, context, decodes, seconds=1.0).shape
-    assert (shape.prefill_tokens, shape.prefill_pairs) == (chunk, keys)
-    assert (shape.decodes, shape.context_tokens) == (decodes, decodes * context)
 
 
 def test_each_case_is_run_and_gets_its_own_time(monkeypatch):

@@ -165,7 +165,7 @@ def time_batches(
 
     timings, drift = timing.steadily(time_all, device, 2, typical_spread, clock)
     ms = {key: each.ms for key, each in timings.items()}
-    ms |= {key: each.device_ms for key, each in on_gpu.items()}
+    ms |= {key: each.device for key, each in on_gpu.items()}
     times = {}
     for batch in batches:
         launch = on_gpu.get((batch, "launch"))
@@ -173,7 +173,7 @@ def time_batches(
         times[batch] = BatchTime(
             total_ms=ms[batch, "total"],
             operations_ms={name: ms[batch, name] for name in OPERATIONS},
-            gpu_ms={"launch": launch.cpu_ms, "device": launch.device_ms} if launch else {},
+            gpu_ms=launch._asdict() if launch else {},
             spread=spread,
             busy=max(drift, spread) > timing.BUSY,
         )

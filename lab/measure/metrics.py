@@ -94,11 +94,6 @@ def find_stalls(completions: Sequence[Request], iterations: Sequence[Iteration])
     return stalls
 
 
-def longest_stall(stalls: Iterable[Stall]) -> Stall | None:
-    """The longest of the stalls, the first of equals; None if there are none."""
-    return max(stalls, key=lambda stall: stall.seconds, default=None)
-
-
 def ratio(amount: float | None, total: float | None) -> float | None:
     """The quotient; None if one of them is not there, or the total is 0."""
     return float(amount / total) if amount is not None and total else None
@@ -199,7 +194,7 @@ class StallSummary:
     """The generation stalls of a run."""
 
     count: int | None  # None: iterations are not known
-    longest: Stall | None
+    longest: Stall | None  # the first of equals
     over_slo: int | None  # how many were longer than the SLO of TBT; None: there is none
 
 
@@ -291,7 +286,7 @@ def summarize_run(
         cached=ratio(cached_tokens, prefill_tokens) if count else None,
         stalls=StallSummary(
             count=len(stalls) if count else None,
-            longest=longest_stall(stalls),
+            longest=max(stalls, key=lambda stall: stall.seconds, default=None),
             over_slo=sum(s.seconds > tbt_slo_s for s in stalls) if count and tbt_slo_s else None,
         ),
         iterations=count,

@@ -64,8 +64,8 @@ class Estimate:
 class LaunchTiming(NamedTuple):
     """Medians in milliseconds: the CPU's time to launch a computation, and the device's for it."""
 
-    cpu_ms: float
-    device_ms: float
+    launch: float
+    device: float
 
 
 def wall_time() -> float:

@@ -1,18 +1,18 @@
 """SLOs of the time between tokens, and the token budget that meets one (Sarathi-Serve §4.3, §5.1).
 
 Hybrid batches are timed, and the largest budget that meets the SLO is taken, by
-`python bench.py batches --slo`. Read first: policies/iteration_time.py."""
+`python bench.py batches --slo`. Read first: timing.py."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle, islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kv_cache import KVCache
 from lab.measure import timing
-from policies.iteration_time import BatchShape
 from request import Chunk, lone_chunk
+from runtime.runner import Runner
 
 BASE_BATCH = 32  # decodes, at base_context, in the decode iteration that SLOs are multiples of
 SLOS = {"strict": 5, "relaxed": 25}  # §5.1: of TBT, as multiples of the time of a decode iteration
@@ -30,21 +30,6 @@ class Profiled(NamedTuple):
     decodes: int
     seconds: float
     spread: float = 0.0  # of all that was timed with it: see timing.steadily
-
-    @property
-    def shape(self) -> BatchShape:
-        """The same batch for IterationTime."""
-        chunk = self.budget - self.decodes
-        decodes = BatchShape(decodes=self.decodes, context_tokens=self.decodes * self.context)
-        return decodes.with_chunk(max(0, self.context - chunk), chunk)
-
-
-class TimedRunner(Protocol):
-    """A model with a cache that can compute chunks, such as runtime.runner.Runner."""
-
-    cache: KVCache
-
-    def greedy(self, chunks: Sequence[Chunk]) -> list[int]: ...
 
 
 def hybrid_spans(cache: KVCache, budget: int, context: int, decodes: int) -> list[Chunk]:
@@ -65,7 +50,7 @@ def hybrid_spans(cache: KVCache, budget: int, context: int, decodes: int) -> lis
 
 
 def time_iterations(
-    runner: TimedRunner, cases: Sequence[Case], repeats: int = 2, tries: int = 2
+    runner: Runner, cases: Sequence[Case], repeats: int = 2, tries: int = 2
 ) -> list[Profiled]:
     """A Profiled for each case, in order, on a machine that is not busy: see timing.steadily. The
     content of the cache is lost.
