@@ -1,126 +1,138 @@
-"""Times of batches, held against laws in place of the stopwatch and sums by hand."""
+"""Times of single batches, held against what a pretended clock says and FLOPs by hand."""
 
 import pytest
 import torch
 
+from lab.commands.batches_run import parse_batches
 from lab.measure import batch_times, timing
 from lab.measure.batch_times import (
-    PRODUCTS,
+    OPERATIONS,
     BatchTime,
     TimedChunk,
+    add_up,
+    attention_limit_ms,
     chunks_of,
-    decodes,
-    intensities,
-    prompts,
+    intensity,
     spans_of,
     time_batches,
-    time_sequences,
 )
-from model import GPT, GPTConfig
 from runtime.runner import Runner
 from tests.helpers import machine_info, tiny_model
 
-MACHINE = machine_info(flops_per_s=1e9, bytes_per_s=1e6)
-
-
-@pytest.fixture(autouse=True)
-def idle_machine(monkeypatch):
-    """Nobody else uses the machine."""
-    monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.0)
-
 
 def batch_of(*chunks):
-    """A batch of (tokens, end)."""
-    return tuple(TimedChunk(tokens, end) for tokens, end in chunks)
+    return tuple(TimedChunk(*chunk) for chunk in chunks)
 
 
-TWO = {"a": batch_of((5, 9), (1, 7)), "b": batch_of((1, 3))}
+@pytest.mark.parametrize(
+    "text, batches",
+    [
+        ("512", [batch_of((512, 512))]),
+        ("3x1@64", [batch_of((1, 64), (1, 64), (1, 64))]),
+        ("10/4", [batch_of((4, 4)), batch_of((4, 8)), batch_of((2, 10))]),
+        ("6@10/4", [batch_of((4, 8)), batch_of((2, 10))]),
+        ("8/4 + 2x1@9", [batch_of((4, end), (1, 9), (1, 9)) for end in (4, 8)]),
+    ],
+)
+def test_a_text_is_the_batches_it_says(text, batches):
+    assert parse_batches(text) == batches
 
 
-def test_each_request_of_a_batch_has_a_page_of_its_own():
-    assert [chunk.pages for chunk in spans_of(batch_of((4, 10), (1, 7)))] == [[0], [1]]
+@pytest.mark.parametrize("text", ["", "x", "0", "9@8", "4/", "1@2@3"])
+def test_a_text_that_is_no_batch_is_refused(text):
+    with pytest.raises(ValueError):
+        parse_batches(text)
 
 
-def stopwatch(monkeypatch, ms_of=lambda key: 1.0, spread=0.1, at=lambda key, run: run()):
-    """Let each part take as long as `ms_of` says of its key, after `at` was called with it."""
+def test_chunks_end_where_the_prompt_does():
+    assert chunks_of(5, 2, context=9) == [batch_of((2, 6)), batch_of((2, 8)), batch_of((1, 9))]
+    [span] = spans_of(batch_of((3, 8)))
+    assert (span.start, span.length, span.end) == (5, 3, 8)
 
-    def interleaved(variants, *_, **settings):
-        for key, run in variants.items():
-            at(key, run)
-        return {key: timing.Timing(ms_of(key), spread) for key in variants}
+
+def test_each_part_of_a_batch_is_timed_right_before_the_whole(monkeypatch):
+    model = tiny_model(dtype=torch.float32)
+    runner = Runner(model, 2, 16)
+    batches = [batch_of((4, 8), (1, 9)), batch_of((1, 5))]
+    order = []
+
+    def interleaved(variants, *_, **__):
+        order.extend(variants)
+        for function in variants.values():
+            function()
+        ms = dict(zip(OPERATIONS, (1, 20, 2, 4, 8), strict=True), total=100)
+        return {key: timing.Timing(ms[key[1]], spread=0.1) for key in variants}
 
     monkeypatch.setattr(timing, "interleaved", interleaved)
+    monkeypatch.setattr(timing.Probe, "take", lambda self: 0.0)
+    times = time_batches(runner, [*batches, *batches])
+    assert [batch for batch, part in order if part == "total"] == batches
+    assert order.index((batches[0], "total")) < order.index((batches[1], "attention"))
+    for batch in batches:
+        time = times[batch]
+        assert (time.products_ms, time.attention_ms, time.other_ms) == (15, 20, 65)
+        assert list(time.parts_ms.values()) == [1, 20, 2, 4, 8, 65]
+        assert not time.busy
+    monkeypatch.setattr(timing.Probe, "take", lambda self: 0.5)
+    assert all(time.busy for time in time_batches(runner, batches).values())
 
 
-def time_two(batches=TWO, **settings):
-    """The times of some batches, with the runner of a small model."""
-    return time_batches(Runner(tiny_model(), 4, 16), MACHINE, batches, 2, **settings)
+def test_on_a_gpu_parts_are_times_of_the_device(monkeypatch):
+    def launch_timings(launches, device):
+        return {key: timing.LaunchTiming(launch=2.0, device=3.0) for key in launches}
+
+    def interleaved(variants, *_, **__):
+        return {key: timing.Timing(50.0, spread=0.1) for key in variants}
+
+    monkeypatch.setattr(timing, "launch_timings", launch_timings)
+    monkeypatch.setattr(timing, "interleaved", interleaved)
+    monkeypatch.setattr(timing.Probe, "take", lambda self: 0.0)
+    batch = batch_of((4, 8))
+    time = time_batches(Runner(tiny_model(), 1, 16), [batch])[batch]
+    assert time.gpu_ms == {"launch": 2, "device": 3}
+    assert list(time.parts_ms.values()) == [3, 3, 3, 3, 3, 50 - 15]
 
 
-def test_parts_of_an_iteration_add_up(monkeypatch):
-    ms = {"total": 100, "attention": 20, "preproj": 1, "postproj": 2, "ffn_ln1": 4, "ffn_ln2": 8}
-    ms["head"] = 16
-    stopwatch(monkeypatch, lambda key: ms[key[1]])
-    times = time_two()
-    assert list(times) == ["a", "b"]
-    model = tiny_model()
-    for name, batch in TWO.items():
-        time = times[name]
-        assert [getattr(time, f"{part}_ms") for part in PRODUCTS] == [1, 2, 4, 8, 16]
-        assert (time.total_ms, time.products_ms, time.other_ms) == (100, 31, 100 - 31 - 20)
-        assert time.spread == 0.1 and time.busy is False
-        flops, moved_bytes = timing.attention_cost(model.config, spans_of(batch), model.dtype)
-        assert time.attention_limit_ms == 1e3 * max(flops / 1e9, moved_bytes / 1e6)
-        assert time.launch_ms is time.device_ms is None  # on a CPU
-        assert not time.launch_bound
-    stopwatch(monkeypatch, lambda key: 1 + (key[1] == "ffn_ln1"), spread=0.21)
-    assert all(time.busy and time.other_ms == 0 for time in time_two().values())
+def test_the_limit_of_attention_is_the_larger_of_flops_and_bytes():
+    model = tiny_model(dtype=torch.float32)
+    batch = batch_of((4, 10), (1, 8))
+    keys = 7 + 8 + 9 + 10 + 8
+    flops = 2 * 4 * keys * 32  # of two layers: products with keys and with values, 32 wide
+    moved = 2 * 4 * (10 + 8) * 2 * 32  # bytes of keys and values
+    for flops_per_s, bytes_per_s in ((1e9, 1e15), (1e15, 1e6)):
+        machine = machine_info(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
+        limit_ms = 1e3 * max(flops / flops_per_s, moved / bytes_per_s)
+        assert attention_limit_ms(model, machine, batch) == pytest.approx(limit_ms)
 
 
 def test_intensity_is_flops_over_all_that_is_moved_once():
-    config = GPTConfig("llama", 64, 3, 4, 64, n_kv_head=2, n_inner=96, max_positions=32)
-    model = GPT(config, torch.device("cpu"), torch.bfloat16)
-    intensity = intensities(model, [batch_of((4, 10), (1, 8)), batch_of((2, 2))])
-    # two batches of 7 rows in all; 16 bits; columns of q, k and v: 64 + 2 * 32
-    shapes = {"preproj": (64, 128), "postproj": (64, 64), "ffn_ln1": (64, 192), "ffn_ln2": (96, 64)}
-    flops = {name: 2 * 7 * rows * columns for name, (rows, columns) in shapes.items()}
-    moved = {
-        name: 2 * (2 * rows * columns + 7 * (rows + columns))
-        for name, (rows, columns) in shapes.items()
-    }
-    for name in shapes:
-        assert intensity[name] == pytest.approx(flops[name] / moved[name])
-    assert intensity["products"] == pytest.approx(sum(flops.values()) / sum(moved.values()))
-    pairs = 7 + 8 + 9 + 10 + 8 + 1 + 2  # visible keys; four heads of 16, q k and p v
-    keys = 10 + 8 + 2  # K and V of two heads; q and out of four
-    moved_bytes = 2 * (2 * keys * 32 + 2 * 7 * 64)
-    assert intensity["attention"] == pytest.approx(4 * pairs * 64 / moved_bytes)
+    batches = [batch_of((4, 10), (1, 8)), batch_of((2, 2))]
+    flops = 2 * 7 * (3 * 5 + 5 * 2)
+    numbers = 2 * (3 * 5 + 5 * 2) + 7 * (3 + 5 + 5 + 2)  # weights for each batch, rows in and out
+    assert intensity(batches, [(3, 5), (5, 2)], 4) == pytest.approx(flops / (4 * numbers))
 
 
-def batch_time(ms, *, spread=0.0, busy=False, **launch):
-    """A BatchTime in which each part takes `ms`. `launch`: launch_ms and device_ms of a GPU."""
-    parts = dict.fromkeys(("total_ms", "attention_ms", "other_ms", "products_ms"), ms)
-    parts |= {f"{part}_ms": ms for part in PRODUCTS}
-    return BatchTime(**parts, attention_limit_ms=ms, spread=spread, busy=busy, **launch)
+def test_batches_after_each_other_take_the_sum_of_their_times():
+    def time(ms, launch, device, **more):
+        operations_ms = dict.fromkeys(OPERATIONS, ms)
+        gpu_ms = {"launch": launch, "device": device}
+        return BatchTime(total_ms=6 * ms, operations_ms=operations_ms, gpu_ms=gpu_ms, **more)
+
+    batches = [batch_of((4, 4)), batch_of((1, 5), (3, 3))]
+    first = time(1.0, 3.0, 2.0, spread=0.1)
+    second = time(2.0, 1.0, 4.0, busy=True)
+    total = add_up(batches, [first, second], [(2, 2)], 4)
+    assert total.total_ms == 18
+    assert total.parts_ms == dict.fromkeys([*OPERATIONS, "other"], 3.0)
+    assert (total.spread, total.busy) == (0.1, True)
+    assert total.gpu_ms == {"launch": 4, "device": 6}
+    assert not total.launch_bound
+    assert first.launch_bound
+    assert (total.tokens, total.tokens_per_ms) == (8, 8 / 18)
 
 
-def test_batches_that_follow_each_other_are_added_up(monkeypatch):
-    times = {
-        batch_of((8, 8)): batch_time(1.0, spread=0.01),
-        batch_of((8, 16)): batch_time(2.0, spread=0.02, busy=True),
-        decodes(2, 5): batch_time(10.0, spread=0.1),
-    }
-    timed = []
-
-    def time_batches(runner, machine, batches, repeats, title):
-        timed.extend(batches.values())
-        return {batch: times[batch] for batch in batches}
-
-    monkeypatch.setattr(batch_times, "time_batches", time_batches)
-    sequences = {"16/8": chunks_of(16, 8), "three": [*[decodes(2, 5)] * 3, prompts(1, 8)]}
-    chunked, three = time_sequences(tiny_model(), MACHINE, sequences).values()
-    assert len(timed) == 3  # one that occurs twice is timed once
-    assert (chunked.total_ms, chunked.tokens, chunked.busy) == (3, 16, True)
-    assert chunked.tokens_per_ms == pytest.approx(16 / 3)
-    assert (three.attention_ms, three.tokens, three.busy) == (31, 14, False)
-    assert three.spread == 0.1 and three.launch_ms is None
+def test_a_model_keeps_some_layers():
+    model = tiny_model(dtype=torch.float32)
+    kept = batch_times.keep_layers(model, 1, seed=0)
+    assert len(kept.blocks) == 1
+    assert kept.config.n_embd == model.config.n_embd

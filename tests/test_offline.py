@@ -16,8 +16,8 @@ from lab.commands import offline_report
 from lab.commands import offline_run as offline
 from lab.commands.options import OfflineOptions
 from lab.measure import decode_cost, metrics, offline_load, timing
-from lab.measure.decode_cost import measure_decode_cost
-from lab.measure.decode_maximal import table_2_batches
+from lab.measure.batch_times import OPERATIONS, BatchTime
+from lab.measure.decode_cost import measure_decode_cost, table_2_batches
 from lab.measure.load_run import Clock
 from lab.measure.offline_load import OfflineLoad, policy_runs
 from lab.measure.run_loop import Run
@@ -122,7 +122,8 @@ def test_what_is_lost_in_the_noise_is_no_speedup(monkeypatch):
 def test_the_cost_of_a_decode_is_no_number_where_it_is_noise(beside_ms, cell, capsys):
     cost = replace(cost_of(PretendedRunner()), beside_ms=timing.Estimate(*beside_ms))
     names = ("prefill-only", "decode-only", "decode-maximal")
-    parts = dict.fromkeys(names, decode_cost.Parts(products_ms=1.0, attention_ms=1.0))
+    time = BatchTime(total_ms=6.0, operations_ms=dict.fromkeys(OPERATIONS, 1.0), gpu_ms={})
+    parts = dict.fromkeys(names, time)
     costs = offline_report.Costs(cpu=cost, wall=None, parts=parts)
     offline_report.print_costs(costs, tiny_model(), machine_info(), context=20)
     rows = [line.strip("|").split("|") for line in capsys.readouterr().out.splitlines()]
@@ -190,7 +191,7 @@ def run_of(iterations, seconds, drift=0.1):
         Request(0, [*[1] * 6, 1], 6, 1, 0.0, token_times=[1.5]),
         Request(1, [*[2] * 6, 1, 2, 3], 6, 3, 0.5, token_times=[1.5, 1.7, 2.7]),
     ]
-    return Run(completions, iterations, seconds, 0.0, drift=drift)
+    return Run(completions, iterations, seconds, drift=drift)
 
 
 def test_requests_whose_output_depends_on_the_policy_are_counted():

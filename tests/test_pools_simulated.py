@@ -140,6 +140,4 @@ def test_serve_compares_two_pools_with_as_many_replicas(tmp_path):
     assert report["options"]["replicas"] == 3
     runs = report["runs"]
     assert list(runs) == ["sarathi-serve", "pools 1:2", "pools 1:2 chunks"]
-    assert "link" not in runs["sarathi-serve"]
-    assert 0 < runs["pools 1:2"]["link"]["exposed_s"]["p50"] < 0.004
     assert all(run["finished"] == 12 for run in runs.values())

@@ -1,18 +1,14 @@
-"""Runs under load, held against a clock of their own and a known capacity.
-
-Most runs live in a time in which looking at the clock takes a tick."""
+"""Runs under load, held against a clock of their own and a known capacity."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from config import EngineConfig
 from lab.measure import capacity, token_budget
-from lab.measure import timing as measure
 from lab.measure.capacity import (
     Base,
     Bounded,
@@ -21,31 +17,22 @@ from lab.measure.capacity import (
     measure_base,
     search_capacity,
     slo_seconds,
-    summarize_search,
 )
 from lab.measure.load_run import serve
 from lab.measure.token_budget import Profiled
 from lab.measure.workload import Arrival, make_lengths, poisson, prompts
 from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import simulate
-from model import GPT
 from sampling import SamplingParams
 from tests.helpers import alone, tiny_model
 
-MODEL = tiny_model()
-RUNNER = SimpleNamespace(cache=SimpleNamespace(data=torch.zeros(1)))
-SMALL = EngineConfig(chunk=8, max_batch=4, max_len=32, page_size=4, pages=16)
-TIMES = [(0, 9, 5), (0.1, 20, 12), (0.1, 3, 1), (0.35, 14, 8), (4.0, 6, 6), (4.001, 2, 20)]
-ARRIVALS = [Arrival(*times) for times in TIMES]
-TOKENS = prompts(ARRIVALS, 61, 0)
 
-
+@dataclass
 class Time:
-    """A clock that advances by `tick` seconds whenever it is looked at, and by what is slept."""
+    """A clock that advances by a tick whenever it is looked at, and by what is slept."""
 
-    def __init__(self, tick):
-        self.time = 1000.0
-        self.tick = tick
+    time: float = 1000.0
+    tick: float = 0.01
 
     def now(self):
         self.time += self.tick
@@ -55,58 +42,27 @@ class Time:
         self.time += seconds
 
 
-class Silent(GPT):
-    """A model that computes nothing: for runs of which only the times matter."""
-
-    config = MODEL.config
-    device = MODEL.device
-    dtype = MODEL.dtype
-    compiled = False
-
-    def __init__(self):
-        """It has no weights."""
-
-    def __call__(self, batch, cache):
-        return torch.zeros(len(batch.logit_rows), self.config.vocab_size)
-
-
-def serve_small(policy="vllm", tick=0.01, arrivals=ARRIVALS, model=Silent(), **more):  # noqa: B008
-    options = {"tbt_slo": 1.0} if policy == "dynamic" else {}
-    config = replace(SMALL, policy=policy, policy_options=options, **more)
-    time = Time(tick)
+@pytest.mark.parametrize("policy", ["vllm", "sarathi-serve"])
+def test_every_policy_serves_the_same_arrivals_to_their_full_length(policy):
+    model = tiny_model()
+    loads = [(0, 9, 5), (0.1, 20, 12), (0.1, 3, 1), (0.35, 14, 8), (4.0, 6, 6), (4.001, 2, 20)]
+    arrivals = [Arrival(*load) for load in loads]
     tokens = prompts(arrivals, 61, 0)
-    return serve(model, config, arrivals, tokens, now=time.now, sleep=time.sleep)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone_on_the_machine():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure.Probe, "take", lambda *_: 0.125)
-        yield
-
-
-@pytest.fixture(scope="module")
-def expected():
-    """The text of each request, computed without an engine."""
-    return [
-        alone(MODEL, p, SamplingParams(a.output_len)) for p, a in zip(TOKENS, ARRIVALS, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("name", ["vllm", "sarathi-serve", "dynamic"])
-def test_every_policy_serves_the_same_arrivals_to_their_full_length(name, expected):
-    run = serve_small(name, model=MODEL)
-    assert [c.id for c in run.completions] == list(range(6)) and not run.cut_short
-    assert [c.prompt for c in run.completions] == TOKENS
-    assert [c.output for c in run.completions] == expected
-    assert [(c.arrival, c.prompt_len, len(c.output)) for c in run.completions] == TIMES
-    computed = Counter()  # the warm-up is not in the iterations, and ids begin after it
+    config = EngineConfig(policy, chunk=8, max_batch=4, max_len=32, page_size=4, pages=16)
+    time = Time()
+    run = serve(model, config, arrivals, tokens, now=time.now, sleep=time.sleep)
+    computed = Counter()  # the warm-up is not in the iterations
     for iteration in run.iterations:
-        for i, _, length, _ in iteration.chunks:
-            computed[i] += length
-    for c in run.completions:
-        assert computed[c.id] == c.prompt_len + len(c.output) - 1 + c.recomputed_tokens
-    assert run.seconds == run.iterations[-1].end == max(c.token_times[-1] for c in run.completions)
+        for request_id, _, length, _ in iteration.chunks:
+            computed[request_id] += length
+    for i, request in enumerate(run.completions):
+        output_len = arrivals[i].output_len
+        assert request.id == i
+        assert request.arrival == arrivals[i].time <= request.scheduled
+        assert request.output == alone(model, tokens[i], SamplingParams(output_len))
+        expected = request.prompt_len + output_len - 1 + request.recomputed_tokens
+        assert computed[i] == expected
+    assert run.seconds == max(request.token_times[-1] for request in run.completions)
 
 
 def test_what_is_made_of_a_base():
@@ -120,72 +76,83 @@ def test_what_is_made_of_a_base():
     assert estimated_qps(base, [Arrival(0.0, 200, 50)] * 3) == pytest.approx(rate)
 
 
-@pytest.mark.parametrize(
-    "max_len, context, chunk", [(512, 256, 128), (9000, 4096, 128), (3, 1, 3), (2, 1, 2)]
-)
+@pytest.mark.parametrize("max_len, context, chunk", [(512, 256, 128), (9000, 4096, 128), (3, 1, 3)])
 def test_the_base_is_a_decode_of_32_at_half_the_longest_context(
     max_len, context, chunk, monkeypatch
 ):
-    cases = []
+    def time_iterations(runner, cases, **_):
+        assert cases == [(32, context, 32), (chunk, chunk, 0)]
+        return [Profiled(*case, seconds=0.064) for case in cases]
 
-    def time_iterations(runner, asked, *_):
-        cases.extend(asked)
-        return [Profiled(*case, 0.064) for case in asked]
-
-    monkeypatch.setattr(capacity, "runner_for", lambda model: lambda *_: RUNNER)
+    monkeypatch.setattr(capacity, "runner_for", lambda model: lambda *_: None)
     monkeypatch.setattr(token_budget, "time_iterations", time_iterations)
-    base, _ = measure_base(MODEL, 128, max_len)
+    base, _ = measure_base(SimpleNamespace(device=torch.device("cpu")), 128, max_len)
     assert base == Base(0.064, 0.064 / chunk, 32, context)
-    assert cases == [(32, context, 32), (chunk, chunk, 0)]
 
 
-def search(meets, start=1.0):
-    """What a search finds. `meets` says of a rate whether it was met, or of a busy
-    machine (whether it was met, busy)."""
+def search(limit, unlucky=None, busy=None, start=1.0):
+    """A search for a limit. One run, by its number, fails by bad luck, or as others use the machine
+    meanwhile. Returns its result and [(rate, whether it was met)]."""
+    calls = []
 
     def run_at_rate(rate):
-        answer = meets(rate)
-        met, busy = answer if isinstance(answer, tuple) else (answer, False)
-        return Verdict(missed="" if met else "x", busy=busy)
+        number = len(calls)
+        met = rate <= limit and number not in (unlucky, busy)
+        calls.append((rate, met))
+        return Verdict(missed="" if met else "x", busy=number == busy)
 
-    return search_capacity(run_at_rate, start)
+    return search_capacity(run_at_rate, start), calls
 
 
 @pytest.mark.parametrize("limit", [0.21, 1.0, 7.7])
-@pytest.mark.parametrize("unlucky", [None, *range(6)])  # which of the runs fails by bad luck
+@pytest.mark.parametrize("unlucky", [None, *range(6)])
 def test_capacity_is_found_to_five_percent_and_one_failure_does_not_decide(limit, unlucky):
-    calls = []
-
-    def meets(rate):
-        calls.append((rate, rate <= limit and len(calls) != unlucky))
-        return calls[-1][1]
-
-    result = search(meets)
-    qps = result.capacity_qps
-    assert limit / 1.05 <= qps <= limit and qps.bound == ""
-    assert [(trial.qps, trial.verdict.met) for trial in result.trials] == calls
-    assert result.best.qps == qps and result.best.verdict.met
-    assert min(rate for rate, _ in calls if rate > qps) <= 1.05 * qps  # and not just by luck
-    assert max(Counter(rate for rate, met in calls if not met).values()) == 2
-    assert unlucky is not None or len(calls) <= 13
+    for failed_by in ("unlucky", "busy"):
+        result, calls = search(limit, **{failed_by: unlucky})
+        qps = result.capacity_qps
+        assert limit / 1.05 <= qps <= limit
+        assert qps.bound == ""
+        assert result.best.qps == qps
+        assert not result.busy
+        assert [(trial.qps, trial.verdict.met) for trial in result.trials] == calls
+        above = [rate for rate, met in calls if rate > qps and not met]
+        assert min(above) <= 1.05 * qps
+        assert above.count(min(above)) == 2
 
 
 @pytest.mark.parametrize("limit", [0.6, 1.0, 2.0, 4.4])
 def test_a_search_finds_the_same_wherever_it_begins(limit):
-    results = [search(lambda rate: rate <= limit, start) for start in (0.3, 1, 1.7, 9)]
-    assert len({(r.capacity_qps, r.capacity_qps.bound) for r in results}) == 1
+    found = [search(limit, start=start)[0].capacity_qps for start in (0.3, 1, 1.7, 9)]
+    assert len({(qps, qps.bound) for qps in found}) == 1
 
 
-SYSTEMS = ["vllm", "orca-best", "sarathi", "sarathi-serve", "dynamic"]
+@pytest.mark.parametrize("limit, bound, last", [(0, "below", 1.5**-7), (99, "at least", 1.5**7)])
+def test_a_search_ends_where_every_answer_is_the_same(limit, bound, last):
+    result, calls = search(limit)
+    assert (result.capacity_qps, result.capacity_qps.bound) == (last, bound)
+    assert len(calls) == 8
+
+
+def test_a_ratio_of_bounds_is_a_bound_or_not_known():
+    exact = Bounded(8)
+    least = Bounded(8, "at least")
+    below = Bounded(2, "below")
+    assert exact.over(Bounded(2)) == 4
+    assert exact.over(Bounded(2)).bound == ""
+    assert exact.over(least).bound == "below"
+    assert least.over(exact).bound == least.over(below).bound == "at least"
+    assert below.over(least).bound == "below"
+    assert least.over(least) is below.over(below) is None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", SYSTEMS)
+@pytest.mark.parametrize("policy", ["vllm", "orca-best", "sarathi", "sarathi-serve", "dynamic"])
 def test_the_capacity_of_a_system_does_not_depend_on_the_start_of_its_search(policy):
     cost = CostModel.named("llama3-8b", "a100-80gb")
     slots = 16
-    sizes = dict(chunk=512, max_batch=slots, max_len=2048, page_size=64, pages=slots * 32)
-    config = EngineConfig(policy, **sizes)
+    config = EngineConfig(
+        policy, chunk=512, max_batch=slots, max_len=2048, page_size=64, pages=slots * 32
+    )
     lengths = make_lengths("sharegpt4", capacity.ROUNDS * slots, 2048, 0)
 
     def judged(qps):
@@ -193,46 +160,5 @@ def test_the_capacity_of_a_system_does_not_depend_on_the_start_of_its_search(pol
         return capacity.judge(run, 0.05)
 
     low, high = (search_capacity(judged, start).capacity_qps for start in (1, 30))
-    assert low.bound == high.bound == "" and low == high
-
-
-def test_capacity_ends_where_every_answer_is_the_same_or_chance(monkeypatch):
-    for met, bound, last in ((False, "below", 1.5**-7), (True, "at least", 1.5**7)):
-        result = search(lambda rate, met=met: met)
-        assert (result.capacity_qps, result.capacity_qps.bound) == (last, bound)
-        assert (result.trials[-1].qps, len(result.trials)) == (last, 8)
-        assert (result.best is not None) == met
-    rng = np.random.default_rng(0)
-    for _ in range(100):
-        result = search(lambda rate: rng.random() < 1 / (1 + rate**4))
-        assert len(result.trials) < capacity.MAX_RUNS
-    answers = iter([True, False, False])  # a machine that becomes ever slower
-    monkeypatch.setattr(capacity, "MAX_RUNS", 3)
-    result = search(lambda rate: next(answers))
-    assert (result.capacity_qps, result.capacity_qps.bound) == (1, "at least")
-    assert len(result.trials) == 3
-
-
-def test_what_failed_while_others_used_the_machine_is_run_again():
-    counts = Counter()
-
-    def meets(rate):
-        counts[rate] += 1
-        busy = counts[rate] == 1
-        return rate <= 4 and not busy, busy
-
-    result = search(meets)
-    assert 4 / 1.05 <= result.capacity_qps <= 4 and set(counts.values()) == {2}
-    assert not result.busy
-    always = [replace(trial, verdict=replace(trial.verdict, busy=True)) for trial in result.trials]
-    assert summarize_search(always).busy and summarize_search(always).missed == "x"
-
-
-def test_a_ratio_of_bounds_is_a_bound_or_not_known():
-    exact, least, most = Bounded(8), Bounded(8, "at least"), Bounded(8, "below")
-    two = Bounded(2)
-    assert (exact.over(two), exact.over(two).bound) == (4, "")
-    assert (least.over(two).bound, most.over(two).bound) == ("at least", "below")
-    assert exact.over(least).bound == "below"
-    assert least.over(most).bound == "at least"
-    assert least.over(least) is most.over(most) is None
+    assert low.bound == high.bound == ""
+    assert low == high

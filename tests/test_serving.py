@@ -94,7 +94,7 @@ def test_a_capacity_of_requests_that_all_run_at_once_is_refused(more, fewest):
 
 
 def test_gains_keep_the_bounds_of_capacities():
-    run = judge(Run([], [], 0.0, None), 1.0)  # a miss, of nothing
+    run = judge(Run([], [], 0.0), 1.0)  # a miss, of nothing
     vllm = summarize_search([Trial(2.05, run), Trial(0.5, run)])
     assert dict(cell[:2] for cell in capacity_cells(vllm, vllm))["relative to vllm"] == 1
     assert capacity_cells(vllm, None)[1][1] is None
@@ -118,8 +118,7 @@ def test_an_interrupt_keeps_what_there_is(report_of, tmp_path, monkeypatch, plot
         load = "--requests 4 --qps 40 --slo 50 --plot FOLDER/i.png"
         report_of(f"serve {TINY} {load} --policies vllm,orca,sarathi-serve")
     runs = json.loads((tmp_path / "report.json").read_text("utf-8"))["runs"]
-    cuts = {name: row["cut_short"] for name, row in runs.items()}
-    assert cuts == {"vllm": None, "orca": "interrupted"} and [*plots["plot_serving"][0]] == [*cuts]
+    assert list(runs) == ["vllm"] == list(plots["plot_serving"][0])
 
 
 def test_a_busy_machine_is_marked(report_of, steady, capsys):

@@ -11,6 +11,7 @@ from lab.claims.labs import Lab
 from lab.claims.systems import A6000_13B, GPT3_LAYER, MISTRAL_7B, YI_34B
 from lab.measure.batch_times import Batch, TimedChunk, chunks_of, decodes, prompts
 from lab.measure.capacity import Bounded
+from lab.measure.decode_cost import table_2_batches
 
 
 @claim("S-F3", "A decode costs as much as many tokens of a prompt", A6000_13B, least_ridge=10)
@@ -63,7 +64,7 @@ def saturation(lab: Lab) -> Found:
             tokens, {f"{kind}, tokens/ms": each.tokens_per_ms for kind, each in times.items()}
         )
         if "decode" in times:
-            intensity = times["decode"].intensity["products"]
+            intensity = times["decode"].intensity
             found.add(tokens, {"decode, flops per byte / ridge": intensity / lab.ridge})
     prefill, decode = (found.column(f"{kind}, tokens/ms") for kind in ("prefill", "decode"))
     saturates = saturation_of(prefill)
@@ -134,20 +135,25 @@ def decode_speedup(lab: Lab) -> Found:
     batches = {1024: (2, 4, 6, 10, 18), 2048: (2, 4, 6, 10), 3072: (2, 4, 6)}
     for context, sizes in batches.items():
         for batch in (2, 6) if lab.is_small else sizes:
-            times = lab.decode_maximal(lab.scaled(context), batch, chunk)
-            riding = times.decode_maximal
+            sizes_of_row = (lab.scaled(context), batch, chunk)
+            cost = lab.decode_cost(*sizes_of_row)
+            times = lab.time({n: [b] for n, b in table_2_batches(*sizes_of_row).items()})
+            added_ms = times["decode-maximal"].attention_ms - times["prefill-only"].attention_ms
             columns = {
-                "speedup": times.speedup,
-                "alone, ms": times.decode_only.decode_token_ms,
-                "riding, ms": riding.decode_token_ms,
-                "attention it adds, ms": riding.attention_ms - times.prefill_only.attention_ms,
+                "speedup": cost.speedup and cost.speedup.value,
+                "alone, ms": cost.alone_ms.value,
+                "riding, ms": cost.beside_ms.value,
+                "attention it adds, ms": added_ms,
             }
             found.add(f"{lab.scaled(context):,}, {batch}", columns)
-    table = vars(lab.decode_maximal(lab.scaled(1024), 4, lab.scaled(1024)))
+    length = lab.scaled(1024)
+    cost = lab.decode_cost(length, 4, length)
+    decode_ms = {"decode_only": cost.alone_ms.value, "decode_maximal": cost.beside_ms.value}
+    table = lab.time({n: [b] for n, b in table_2_batches(length, 4, length).items()})
     for name, papers in TABLE_2.items():
-        row = table[name]
-        linear_ms = row.products_ms - row.head_ms
-        ours = {"linear": linear_ms, "attention": row.attention_ms, "a decode": row.decode_token_ms}
+        row = table[name.replace("_", "-")]
+        ours = {"linear": row.products_ms, "attention": row.attention_ms}
+        ours["a decode"] = decode_ms.get(name, 0.0)
         for part, paper in papers.items():
             source = "text" if part == "a decode" else "fitted"
             found.publish(f"{part}, {name} of Table 2, ms", paper, ours[part], source)

@@ -4,7 +4,7 @@
         times = lab.time({"decode": [decodes(6, context=1024)]})
 
     time              batches, whole and by operation          batch_times.py
-    decode_maximal    decodes alone and beside a chunk         decode_maximal.py
+    decode_cost       decodes alone and beside a chunk         decode_cost.py
     gains             requests that are all there at first     offline_load.py
     serve, run        requests that arrive while others run    run_loop.py
     capacity          the highest rate that meets an SLO       capacity.py
@@ -14,10 +14,6 @@ Read first: systems.py. Read next: claim.py, batches.py."""
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from types import SimpleNamespace
-from typing import Any
-
-import torch
 
 from config import EngineConfig
 from lab.claims.systems import System
@@ -40,12 +36,7 @@ from lab.measure.capacity import (
     search_capacity,
     slo_seconds,
 )
-from lab.measure.decode_maximal import (
-    DecodeMaximal,
-    compare_decodes,
-    measure_decode_maximal,
-    table_2_batches,
-)
+from lab.measure.decode_cost import DecodeCost, measure_decode_cost, table_2_batches
 from lab.measure.machine import RealMachine
 from lab.measure.machine_info import RealMachineInfo
 from lab.measure.offline_load import OfflineLoad, policy_runs, run_policies
@@ -55,9 +46,11 @@ from lab.measure.workload import LENGTHS, Arrival
 from lab.simulator.cost_model import product_seconds
 from lab.simulator.machine import base_of
 from lab.simulator.simulation import Simulated, simulate
-from model import GPT, Block
+from model import GPT
+from parallel.stages import runner_for
 
 CHUNK = 256  # tokens, of gains
+COST_S = 6  # of the pairs that tell what a decode costs
 
 
 class Lab(ABC):
@@ -88,7 +81,7 @@ class Lab(ABC):
         """Time sequences of batches, by their names, with a model of so many layers; None: all."""
 
     @abstractmethod
-    def decode_maximal(self, context: int, batch: int, chunk: int) -> DecodeMaximal:
+    def decode_cost(self, context: int, batch: int, chunk: int) -> DecodeCost:
         """Time `batch` decodes alone, and all but one beside a chunk, as SARATHI's Table 2."""
 
     @abstractmethod
@@ -192,21 +185,14 @@ class PaperLab(Lab):
         self, sequences: Mapping[str, Sequence[Batch]], layers: int | None = None
     ) -> dict[str, SequenceTime]:
         """As Lab.time. The times of some layers are a share of those of all."""
+        matrices = list(self.cost.matrices)
         return {
-            name: add_up(self.shape, batches, [self.time_of(batch, layers) for batch in batches])
+            name: add_up(batches, [self.time_of(batch, layers) for batch in batches], matrices, 2)
             for name, batches in sequences.items()
         }
 
-    @cached_property
-    def shape(self) -> Any:
-        """What batch_times.intensities asks of a model: the sizes of a layer."""
-        with torch.device("meta"):
-            block = Block(self.cost.config)
-        return SimpleNamespace(config=self.cost.config, blocks=[block], dtype=torch.float16)
-
-    def time_of(self, batch: Batch, layers: int | None = None, head: bool = False) -> BatchTime:
-        """The BatchTime of a batch: of some layers, or of a whole iteration with the CPU's time.
-        With `head` the products have the model's head, too."""
+    def time_of(self, batch: Batch, layers: int | None = None) -> BatchTime:
+        """The BatchTime of a batch: of some layers, or of a whole iteration with the CPU's time."""
         cost = self.cost
         chunks = [(None, chunk.end - chunk.tokens, chunk.tokens) for chunk in batch]
         tokens = sum(chunk.tokens for chunk in batch)
@@ -217,28 +203,18 @@ class PaperLab(Lab):
             for name, matrix in cost.matrices._asdict().items()
         }
         scale = seconds.linear / sum(operations_s.values())  # the GPUs of a layer talk meanwhile
-        sizes = (cost.config.n_embd, cost.config.vocab_size)
-        head_ms = 1e3 * product_seconds(cost.device, len(batch), *sizes) if head else 0.0
-        total_ms = layers_ms * sum(seconds) if layers else 1e3 * cost.seconds(chunks)
-        products_ms = layers_ms * seconds.linear + head_ms
-        attention_ms = layers_ms * seconds.attention
+        operations_ms = {name: layers_ms * scale * s for name, s in operations_s.items()}
         return BatchTime(
-            total_ms=total_ms,
-            attention_ms=attention_ms,
-            **{f"{name}_ms": layers_ms * scale * s for name, s in operations_s.items()},
-            head_ms=head_ms,
-            products_ms=products_ms,
-            attention_limit_ms=attention_ms,
-            other_ms=total_ms - products_ms - attention_ms,
-            spread=0.0,
-            busy=False,
+            total_ms=layers_ms * sum(seconds) if layers else 1e3 * cost.seconds(chunks),
+            operations_ms=operations_ms | {"attention": layers_ms * seconds.attention},
+            gpu_ms={},
         )
 
-    def decode_maximal(self, context: int, batch: int, chunk: int) -> DecodeMaximal:
-        """As Lab.decode_maximal."""
+    def decode_cost(self, context: int, batch: int, chunk: int) -> DecodeCost:
+        """As Lab.decode_cost."""
         batches = table_2_batches(context, batch, chunk)
-        times = {name: self.time_of(each, head=True) for name, each in batches.items()}
-        return compare_decodes(times, context, batch, chunk)
+        samples = {name: [self.time_of(each).total_ms] * 2 for name, each in batches.items()}
+        return DecodeCost.of(samples, batches)
 
     def gains(
         self, policies: Sequence[str], length: int, batch: int, pd_ratio: float
@@ -353,18 +329,13 @@ class RealLab(Lab):
         self.busy = self.busy or any(time.busy for time in times.values())
         return times
 
-    def decode_maximal(self, context: int, batch: int, chunk: int) -> DecodeMaximal:
-        """As Lab.decode_maximal."""
-        table = measure_decode_maximal(
-            self.model,
-            self.info,
-            context=context,
-            batch=batch,
-            chunk=chunk,
-            attention=self.attention,
-        )
-        self.busy = self.busy or table.busy
-        return table
+    def decode_cost(self, context: int, batch: int, chunk: int) -> DecodeCost:
+        """As Lab.decode_cost, in wall time."""
+        runner = runner_for(self.model)(self.model, batch, context, context, self.attention)
+        batches = table_2_batches(context, batch, chunk)
+        cost = measure_decode_cost(runner, batches, limit_s=COST_S)
+        self.busy = self.busy or cost.busy
+        return cost
 
     def gains(
         self, policies: Sequence[str], length: int, batch: int, pd_ratio: float

@@ -43,7 +43,8 @@ def gains_at_contexts(lab: Lab) -> Found:
     found = Found("context")
     for (context, batch, pd_ratio), (paper_gain, paper_speedup) in papers.items():
         found.add(context, lab.gains(FOUR, context, batch, pd_ratio))
-        speedup = lab.decode_maximal(context, batch, 256).speedup
+        cost = lab.decode_cost(context, batch, 256)
+        speedup = cost.speedup and cost.speedup.value
         found.add(context, {"decode speedup": speedup})
         case = f"{lab.name}, {context:,}, B = {batch}"
         found.publish(f"gain, {case}", paper_gain, found.rows[str(context)]["sarathi"])

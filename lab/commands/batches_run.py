@@ -16,17 +16,14 @@ from lab.commands.options import BatchesOptions
 from lab.measure import timing, token_budget
 from lab.measure.batch_times import (
     Batch,
-    BatchTime,
     SequenceTime,
     chunks_of,
     longest,
     time_sequences,
 )
-from lab.measure.capacity import time_steadily
 from lab.measure.machine_info import measure_machine
-from lab.measure.token_budget import Case, Profiled
+from lab.measure.token_budget import Profiled
 from parallel.stages import runner_for
-from runtime.runner import Runner
 
 NUMBER = r"([1-9]\d{0,6})"
 CHUNKS = re.compile(rf"(?:{NUMBER}x)?{NUMBER}(?:@{NUMBER})?(?:/{NUMBER})?")  # "6x1@1024"
@@ -74,7 +71,7 @@ def time_batches(
         "machine": machine.to_json(),
     }
     with reporting(options, report):
-        rows = time_sequences(model, machine, sequences, repeats=5, attention=attention)
+        rows = time_sequences(model, machine, sequences, attention=attention)
         report["batches"] = rows
         print_batches(rows)
 
@@ -100,17 +97,17 @@ def find_budget(slo_s: float, options: BatchesOptions, model_options: ModelOptio
     runner = runner_for(model)(model, pages, page_size, max_len, attention)
     profile: list[Profiled] = []
 
-    def time_and_keep(runner: Runner, cases: Sequence[Case]) -> list[Profiled]:
-        rows = time_steadily(runner, cases)
+    def slowest(budget: int) -> float:
+        """The seconds of a batch at the slower context."""
+        cases = [(budget, context, decodes) for context in contexts]
+        rows = token_budget.time_iterations(runner, cases)
         profile.extend(rows)
         report["profile"] = [row._asdict() for row in profile]
-        return rows
+        return max(row.seconds for row in rows)
 
     with reporting(options, report):
         try:
-            budget, _ = token_budget.choose_budget(
-                runner, slo_s, decodes, contexts, tile, max_len, time_and_keep
-            )
+            budget = token_budget.choose_budget(slowest, slo_s, decodes, tile, max_len)
         finally:
             if profile:
                 print_profile(profile, decodes, slo_s)
@@ -147,32 +144,19 @@ def print_batches(rows: Mapping[str, SequenceTime]) -> None:
     for name, row in rows.items():
         cells[timing.mark(name, row.busy)] = [
             ("tokens", row.tokens, ",d"),
-            ("preproj", row.preproj_ms, ",.2f"),
-            ("postproj", row.postproj_ms, ",.2f"),
-            ("ffn_ln1", row.ffn_ln1_ms, ",.2f"),
-            ("ffn_ln2", row.ffn_ln2_ms, ",.2f"),
-            ("attention", row.attention_ms, ",.2f"),
-            ("limit", row.attention_limit_ms, ",.2f"),
-            ("other", row.other_ms, ",.2f"),
+            *[(part, ms, ",.2f") for part, ms in row.parts_ms.items()],
+            ("limit of attention", row.attention_limit_ms, ",.2f"),
             ("total", row.total_ms, ",.2f"),
             ("spread", row.spread, ".0%"),
             ("tokens/ms", row.tokens_per_ms, ".3g"),
-            *launch_cells(row),
+            *[(name, ms, ",.2f") for name, ms in row.gpu_ms.items()],
         ]
     print(f"{format_table('ms', cells)}\n\n{NOTE}{launch_note(rows)}")
 
 
-def launch_cells(row: BatchTime) -> list[Cell]:
-    """The CPU's time to launch a batch, and the GPU's to compute it. [] on a CPU, which computes
-    what it launches."""
-    if row.device_ms is None:
-        return []
-    return [("launch", row.launch_ms, ",.2f"), ("device", row.device_ms, ",.2f")]
-
-
-def launch_note(rows: Mapping[str, BatchTime]) -> str:
+def launch_note(rows: Mapping[str, SequenceTime]) -> str:
     """What these columns are, and which rows say more of the CPU than of the GPU."""
-    if all(row.device_ms is None for row in rows.values()):
+    if not any(row.gpu_ms for row in rows.values()):
         return ""
     slow = [name for name, row in rows.items() if row.launch_bound]
     bound = f"bound by launches, not by the device: {', '.join(slow) or 'none'}"

@@ -10,7 +10,8 @@ from typing import Any
 
 from cli.files import plain
 from cli.tables import format_table
-from lab.measure.decode_cost import DecodeCost, Parts
+from lab.measure.batch_times import BatchTime
+from lab.measure.decode_cost import DecodeCost
 from lab.measure.machine_info import RealMachineInfo
 from lab.measure.offline_load import OfflineLoad, PolicyRun
 from lab.measure.timing import Estimate, linear_layers
@@ -30,7 +31,7 @@ class Costs:
 
     cpu: DecodeCost | None  # None on a GPU
     wall: DecodeCost | None  # None: other programs use the machine
-    parts: Mapping[str, Parts]  # of the batches, by the clock of `table`
+    parts: Mapping[str, BatchTime]  # of the batches, by the clock of `table`
 
     @property
     def table(self) -> DecodeCost:
@@ -100,8 +101,7 @@ def print_costs(costs: Costs, model: GPT, machine: RealMachineInfo, context: int
             ("per prefill token", prefill_ms, ".3f"),
             ("per decode", decode_ms, ".2f"),
         ]
-        if parts.device_ms is not None:
-            rows[name] += [("launch", parts.launch_ms, ".2f"), ("device", parts.device_ms, ".2f")]
+        rows[name] += [(part, ms, ".2f") for part, ms in parts.gpu_ms.items()]
     measured = [each for each in (costs.cpu, costs.wall) if each]
     by_clock = {
         clock_name(each): [

@@ -4,6 +4,7 @@ Read first: offline.py, lab/measure/decode_cost.py and offline_load.py. Read nex
 offline_report.py, what it prints."""
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,8 +29,8 @@ from lab.commands.offline_report import (
 )
 from lab.commands.options import OfflineOptions
 from lab.measure import timing
-from lab.measure.decode_cost import measure_decode_cost, measure_parts
-from lab.measure.decode_maximal import table_2_batches
+from lab.measure.batch_times import BatchTime, time_batches
+from lab.measure.decode_cost import measure_decode_cost, table_2_batches
 from lab.measure.machine_info import measure_machine
 from lab.measure.offline_load import OfflineLoad, policy_runs, run_policies
 from lab.measure.run_loop import Run
@@ -135,13 +136,17 @@ def measure_costs(model: GPT, options: OfflineOptions, attention: str, busy: boo
     busy; on a GPU in wall time alone."""
     runner = runner_for(model)(model, options.batch, options.seq_len, options.seq_len, attention)
     batches = table_2_batches(options.seq_len, options.batch, options.chunk)
-    rows = {name: batch for name, batch in batches.items() if name != "prompt"}
+
+    def measure_parts(clock: Callable[[], float]) -> dict[str, BatchTime]:
+        times = time_batches(runner, [*batches.values()][1:], 3, clock=clock)
+        return {name: times[batch] for name, batch in batches.items() if batch in times}
+
     if model.device.type == "cuda":
         wall = measure_decode_cost(runner, batches, limit_s=WALL_S)
-        return Costs(cpu=None, wall=wall, parts=measure_parts(runner, rows))
+        return Costs(cpu=None, wall=wall, parts=measure_parts(timing.wall_time))
     with timing.one_thread():
         cpu = measure_decode_cost(runner, batches, clock=timing.cpu_time, limit_s=CPU_S)
-        parts = measure_parts(runner, rows, clock=timing.cpu_time)
+        parts = measure_parts(timing.cpu_time)
     if busy:
         return Costs(cpu=cpu, wall=None, parts=parts)
     wall = measure_decode_cost(runner, batches, limit_s=WALL_S)

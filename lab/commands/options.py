@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from cyclopts.types import NonNegativeFloat, PositiveFloat, PositiveInt
 from cyclopts.validators import Number
 
-from lab.measure.workload import LENGTHS
+from lab.measure.arrival import LENGTHS
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS
 from pretrained.presets import PRESETS
 

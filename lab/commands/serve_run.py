@@ -21,7 +21,7 @@ from lab.commands.options import CapacityOptions, LoadOptions, ServeOptions
 from lab.measure import capacity, timing, workload
 from lab.measure.capacity import ROUNDS, JudgedRun, SearchResult, Trial
 from lab.measure.machine import Machine, RealMachine
-from lab.measure.run_loop import LoadInterrupted, Run
+from lab.measure.run_loop import Run
 from lab.measure.run_plan import run_plan
 from lab.measure.token_budget import MULTIPLES
 from lab.measure.workload import Arrival
@@ -319,11 +319,7 @@ def serve(options: ServeOptions, model: ModelOptions) -> None:
         for name in compared.servers:
             if options.html:
                 recorders[name] = Recorder()
-            try:
-                run = compared.run(name, qps, recorders.get(name))
-            except LoadInterrupted as interrupt:
-                keep(name, interrupt.run)
-                raise
+            run = compared.run(name, qps, recorders.get(name))
             if name in recorders:
                 name_instances(recorders[name], run, compared.sizes.replicas, model.pp)
             keep(name, run)
@@ -383,8 +379,8 @@ def print_point(name: str, qps: float | None, run: JudgedRun) -> None:
 
 
 def marked(name: str, run: JudgedRun) -> str:
-    """The name of a run, marked if it was disturbed or cut short."""
-    return timing.mark(f"{name} (cut short)" if run.cut_short else name, run.busy)
+    """The name of a run, marked if it was disturbed."""
+    return timing.mark(name, run.busy)
 
 
 def latency_cells(run: JudgedRun) -> list[Cell]:
@@ -431,11 +427,8 @@ def capacity_cells(
 
 
 def run_json(qps: float | None, run: JudgedRun) -> dict[str, Any]:
-    """A run at a rate as --json has it. Only two pools have a link."""
-    row = {"qps": qps, **plain(run)}
-    if run.link is None:
-        del row["link"]
-    return row
+    """A run at a rate as --json has it."""
+    return {"qps": qps, **plain(run)}
 
 
 def search_json(search: SearchResult[JudgedRun]) -> dict[str, Any]:

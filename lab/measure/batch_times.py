@@ -1,18 +1,18 @@
 """Time single batches, whole and by operation, each beside its limit (SARATHI, Table 1 and §3).
 
-    times = time_batches(runner, machine, {"decodes": decodes(6, context=1024)}, repeats=5)
-    times["decodes"].total_ms
+    times = time_batches(runner, [decodes(6, context=1024)])
+    times[decodes(6, context=1024)].total_ms
 
 A batch is a tuple of `TimedChunk`: what one iteration computes of each request. Its matrix products
 and its attention are timed alone, too, by the operations of SARATHI's Table 1. Read first:
-timing.py. Read next: decode_maximal.py."""
+timing.py. Read next: decode_cost.py."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -24,9 +24,7 @@ from parallel.stages import runner_for
 from request import Chunk, lone_chunk
 from runtime.runner import Runner
 
-PRODUCTS = (*timing.LINEAR, "head")
-PARTS = ("attention", *PRODUCTS)
-BatchName = TypeVar("BatchName")
+OPERATIONS = ("preproj", "attention", "postproj", "ffn_ln1", "ffn_ln2")  # SARATHI, Table 1
 
 
 class TimedChunk(NamedTuple):
@@ -60,14 +58,15 @@ def chunks_of(length: int, chunk: int, context: int | None = None) -> list[Batch
     return [(TimedChunk(min(chunk, end - start), min(start + chunk, end)),) for start in starts]
 
 
-def spans_of(batch: Batch, yields_token: bool = False) -> list[Chunk]:
-    """A batch as the Spans of requests that have one page each."""
+def spans_of(batch: Batch) -> list[Chunk]:
+    """A batch as Chunks of requests that have one page each. The model's head is left out, as in
+    the papers."""
     return [
         lone_chunk(
             pages=[page],
             start=chunk.end - chunk.tokens,
             tokens=[1] * chunk.tokens,
-            yields_token=yields_token,
+            yields_token=False,
         )
         for page, chunk in enumerate(batch)
     ]
@@ -86,36 +85,37 @@ class BatchTime:
     launches that a part alone would wait for: the parts would seem longer than the whole."""
 
     total_ms: float
-    attention_ms: float
-    preproj_ms: float
-    postproj_ms: float
-    ffn_ln1_ms: float
-    ffn_ln2_ms: float
-    head_ms: float  # 0 if the head is left out, as in the papers
-    products_ms: float  # the five before, together
-    attention_limit_ms: float  # flops at the rate of the products, or K and V at the bandwidth
-    other_ms: float  # norms, rotation, activation, embedding, on a GPU launches, what lies between
-    spread: float  # between the quartiles of the total, as a fraction of it
-    busy: bool  # whether the machine was too busy for these numbers to be believed
-    launch_ms: float | None = None  # of the CPU, until a GPU has got all work; None on a CPU
-    device_ms: float | None = None  # of the GPU, without waiting for launches; None on a CPU
+    operations_ms: Mapping[str, float]  # of all in OPERATIONS
+    gpu_ms: Mapping[str, float]  # "launch" and "device", see timing.launch_timings; {} on a CPU
+    spread: float = 0.0  # between the quartiles of the total, as a fraction of it
+    busy: bool = False  # whether the machine was too busy for these numbers to be believed
+
+    @property
+    def attention_ms(self) -> float:
+        """The time of attention."""
+        return self.operations_ms["attention"]
+
+    @property
+    def products_ms(self) -> float:
+        """The time of the matrix products."""
+        return sum(self.operations_ms[name] for name in timing.LINEAR)
+
+    @property
+    def other_ms(self) -> float:
+        """The time of norms, rotation, activation, embedding, on a GPU launches, what lies
+        between."""
+        return max(0.0, self.total_ms - self.products_ms - self.attention_ms)
 
     @property
     def parts_ms(self) -> dict[str, float]:
-        """The time of each operation, and of all else but the head, in the order of a batch."""
-        return {
-            "preproj": self.preproj_ms,
-            "attention": self.attention_ms,
-            "postproj": self.postproj_ms,
-            "ffn_ln1": self.ffn_ln1_ms,
-            "ffn_ln2": self.ffn_ln2_ms,
-            "other": self.other_ms,
-        }
+        """The time of each operation, and of all else, in the order of a batch."""
+        operations = {name: self.operations_ms[name] for name in OPERATIONS}
+        return operations | {"other": self.other_ms}
 
     @property
     def launch_bound(self) -> bool:
         """Whether the CPU takes longer to launch the batch than the GPU to compute it."""
-        return (self.launch_ms or 0.0) > (self.device_ms or 0.0)
+        return self.gpu_ms.get("launch", 0.0) > self.gpu_ms.get("device", 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,78 +123,69 @@ class SequenceTime(BatchTime):
     """What some batches take, one after another: the sums of their times."""
 
     tokens: int
-    tokens_per_ms: float
-    intensity: dict[str, float]  # flops per byte of each operation
+    intensity: float  # of the products, see `intensity`
+    attention_limit_ms: float | None = None  # flops or bytes at the rates of a machine
+
+    @property
+    def tokens_per_ms(self) -> float:
+        """The throughput."""
+        return self.tokens / self.total_ms
 
 
 def time_batches(
     runner: Runner,
-    machine: RealMachineInfo,
-    batches: Mapping[BatchName, Batch],
-    repeats: int,
+    batches: Iterable[Batch],
+    repeats: int = 5,
     *,
-    head: bool = False,
-    title: str | None = None,
-    limit_s: float = math.inf,
-) -> dict[BatchName, BatchTime]:
-    """Time these batches in turn, whole and by operation; with `head` the model's head, too.
+    clock: Callable[[], float] = timing.wall_time,
+) -> dict[Batch, BatchTime]:
+    """Time each of these batches in turn, whole and by operation.
 
     On a CPU the operations of a batch are timed right before the whole. So a change of the
     machine's speed affects both, and the whole does not follow another batch: the first decode
-    after a prefill of seconds takes 10 to 30 % longer than the next. There are fewer repeats where
-    they take longer than `limit_s`, see timing.interleaved. A `title` shows a progress bar. What
-    the runner's cache holds is lost."""
+    after a prefill of seconds takes 10 to 30 % longer than the next. `clock` is as of
+    timing.interleaved. What the runner's cache holds is lost."""
     device = runner.model.device
     runner.cache.data.normal_()
-    variants: dict[tuple[BatchName, str], Callable[[], object]] = {}
-    for name, batch in batches.items():
-        for part, function in _parts_of(runner, batch, head).items():
-            variants[name, part] = function
-    launches = {key: function for key, function in variants.items() if key[1] != "total"}
+    batches = list(dict.fromkeys(batches))
+    functions: dict[tuple[Batch, str], Callable[[], object]] = {}
+    for batch in batches:
+        for part, function in _parts_of(runner, batch).items():
+            functions[batch, part] = function
+    launches = {key: function for key, function in functions.items() if key[1] != "total"}
     on_gpu = timing.launch_timings(launches, device)
-    timed_here = {"total"} if on_gpu else {"total", *PARTS}
-    timed = {key: function for key, function in variants.items() if key[1] in timed_here}
+    timed_alone = {"launch"} | {part for _, part in on_gpu}
+    timed = {key: function for key, function in functions.items() if key[1] not in timed_alone}
 
-    def time_all() -> dict[tuple[BatchName, str], timing.Timing]:
-        return timing.interleaved(timed, device, repeats, title=title, limit_s=limit_s)
+    def time_all() -> dict[tuple[Batch, str], timing.Timing]:
+        return timing.interleaved(timed, device, repeats, clock=clock)
 
-    def typical_spread(timings: dict[tuple[BatchName, str], timing.Timing]) -> float:
-        return median(timings[name, "total"].spread for name in batches)
+    def typical_spread(timings: Mapping[tuple[Batch, str], timing.Timing]) -> float:
+        return median(timings[batch, "total"].spread for batch in batches)
 
-    timings, drift = timing.steadily(time_all, device, tries=2, spread_of=typical_spread)
+    timings, drift = timing.steadily(time_all, device, 2, typical_spread, clock)
+    ms = {key: each.ms for key, each in timings.items()}
+    ms |= {key: each.device for key, each in on_gpu.items()}
     times = {}
-    for name, batch in batches.items():
-        total = timings[name, "total"]
-        parts_ms = {
-            part: on_gpu[name, part].device_ms if on_gpu else timings[name, part].ms
-            for part in PARTS
-        }
-        launch = on_gpu.get((name, "launch"))
-        products_ms = sum(parts_ms[operation] for operation in PRODUCTS)
-        times[name] = BatchTime(
-            total_ms=total.ms,
-            **{f"{part}_ms": ms for part, ms in parts_ms.items()},
-            products_ms=products_ms,
-            attention_limit_ms=_attention_limit_ms(runner.model, machine, batch),
-            other_ms=max(0.0, total.ms - products_ms - parts_ms["attention"]),
-            spread=total.spread,
-            busy=max(drift, total.spread) > timing.BUSY,
-            launch_ms=launch.cpu_ms if launch else None,
-            device_ms=launch.device_ms if launch else None,
+    for batch in batches:
+        launch = on_gpu.get((batch, "launch"))
+        spread = timings[batch, "total"].spread
+        times[batch] = BatchTime(
+            total_ms=ms[batch, "total"],
+            operations_ms={name: ms[batch, name] for name in OPERATIONS},
+            gpu_ms=launch._asdict() if launch else {},
+            spread=spread,
+            busy=max(drift, spread) > timing.BUSY,
         )
     return times
 
 
-def _parts_of(runner: Runner, batch: Batch, head: bool) -> dict[str, Callable[[], object]]:
-    """Functions that run each of the PARTS of a batch alone, then the "total". A "launch" does not
-    wait for its tokens."""
+def _parts_of(runner: Runner, batch: Batch) -> dict[str, Callable[[], object]]:
+    """Functions that run each part of a batch alone, then the "total". A "launch" does not wait for
+    its tokens."""
     model = runner.model
-    spans = spans_of(batch, yields_token=head)
-    head_layers = [model.head] if head and model.head else []
-    parts: dict[str, Callable[[], object]] = {
-        "attention": timing.attention_alone(runner, spans),
-        "head": timing.bare_products(model, len(batch), head_layers),
-    }
+    spans = spans_of(batch)
+    parts: dict[str, Callable[[], object]] = {"attention": timing.attention_alone(runner, spans)}
     for operation in timing.LINEAR:
         layers = timing.linear_layers(model, [operation])
         parts[operation] = timing.bare_products(model, count_tokens([batch]), layers)
@@ -207,31 +198,28 @@ def _parts_of(runner: Runner, batch: Batch, head: bool) -> dict[str, Callable[[]
     return parts | {"total": partial(runner.greedy, spans)}
 
 
-def _attention_limit_ms(model: GPT, machine: RealMachineInfo, batch: Batch) -> float:
-    """The least time that the attention of a batch can take."""
-    flops, moved_bytes = timing.attention_cost(model.config, spans_of(batch), model.dtype)
-    limit_s = max(flops / machine.flops_per_s, moved_bytes / machine.bytes_per_s)
-    return 1e3 * stages_of(model) * limit_s
-
-
 def time_sequences(
     model: GPT,
     machine: RealMachineInfo,
     sequences: Mapping[str, Sequence[Batch]],
     *,
-    repeats: int = 5,
     attention: str = "auto",
 ) -> dict[str, SequenceTime]:
     """Time sequences of batches, by their names. A batch that occurs twice is timed once."""
-    batches = {batch: batch for sequence in sequences.values() for batch in sequence}
+    batches = [batch for sequence in sequences.values() for batch in sequence]
     max_requests = max(len(batch) for batch in batches)
     max_len = longest(sequences)
     runner = runner_for(model)(model, max_requests, max_len, max_len, attention)
-    times = time_batches(runner, machine, batches, repeats, title="batches")
-    return {
-        name: add_up(model, sequence, [times[batch] for batch in sequence])
-        for name, sequence in sequences.items()
-    }
+    times = time_batches(runner, batches)
+    block = timing.linear_layers(model)[: len(timing.LINEAR)]
+    matrices = [(layer.in_features, layer.out_features) for layer in block]
+    results = {}
+    for name, sequence in sequences.items():
+        sequence_times = [times[batch] for batch in sequence]
+        total = add_up(sequence, sequence_times, matrices, model.dtype.itemsize)
+        limit_ms = sum(attention_limit_ms(model, machine, batch) for batch in sequence)
+        results[name] = replace(total, attention_limit_ms=limit_ms)
+    return results
 
 
 def longest(sequences: Mapping[str, Sequence[Batch]]) -> int:
@@ -241,52 +229,49 @@ def longest(sequences: Mapping[str, Sequence[Batch]]) -> int:
     )
 
 
-def add_up(model: GPT, batches: Sequence[Batch], times: Sequence[BatchTime]) -> SequenceTime:
-    """The SequenceTime of batches that follow each other, from the time of each."""
-    sums: dict[str, Any] = {}
-    for field in fields(BatchTime):
-        if field.name.endswith("_ms"):
-            parts_ms = [getattr(time, field.name) for time in times]
-            sums[field.name] = None if None in parts_ms else sum(parts_ms)
-    tokens = count_tokens(batches)
+def attention_limit_ms(model: GPT, machine: RealMachineInfo, batch: Batch) -> float:
+    """The least time that the attention of a batch can take."""
+    flops, moved_bytes = timing.attention_cost(model.config, spans_of(batch), model.dtype)
+    limit_s = max(flops / machine.flops_per_s, moved_bytes / machine.bytes_per_s)
+    return 1e3 * stages_of(model) * limit_s
+
+
+def add_up(
+    batches: Sequence[Batch],
+    times: Sequence[BatchTime],
+    matrices: Sequence[tuple[int, int]],
+    item_bytes: int,
+) -> SequenceTime:
+    """The SequenceTime of batches that follow each other, from the time of each. The last two
+    arguments are as of `intensity`."""
+    operations_ms: Counter[str] = Counter()
+    gpu_ms: Counter[str] = Counter()
+    for time in times:
+        operations_ms.update(time.operations_ms)
+        gpu_ms.update(time.gpu_ms)
     return SequenceTime(
-        **sums,
+        total_ms=sum(time.total_ms for time in times),
+        operations_ms=operations_ms,
+        gpu_ms=gpu_ms,
         spread=max(time.spread for time in times),
         busy=any(time.busy for time in times),
-        tokens=tokens,
-        tokens_per_ms=tokens / sums["total_ms"],
-        intensity=intensities(model, batches),
+        tokens=count_tokens(batches),
+        intensity=intensity(batches, matrices, item_bytes),
     )
 
 
-def intensities(model: GPT, batches: Sequence[Batch]) -> dict[str, float]:
-    """Flops per byte of each operation, where all that goes in or out is moved once.
-
-    `products` are the linear layers together. This is arithmetic; nothing is timed."""
-    config = model.config
-    item_bytes = model.dtype.itemsize
+def intensity(
+    batches: Sequence[Batch], matrices: Sequence[tuple[int, int]], item_bytes: int
+) -> float:
+    """Flops per byte of the products of a layer, where all that goes in or out is moved once. Its
+    matrices have (rows, columns) of numbers of so many bytes. Nothing is timed."""
     tokens = count_tokens(batches)
-
-    attention_flops = 0
-    attention_bytes = 2 * config.n_layer * tokens * config.n_head * config.head_dim * item_bytes
-    for batch in batches:  # above are the queries and the outputs, here come the keys and values
-        flops, kv_bytes = timing.attention_cost(config, spans_of(batch), model.dtype)
-        attention_flops += flops
-        attention_bytes += kv_bytes
-
-    intensity = {"attention": attention_flops / attention_bytes}
-    linear_flops = 0
-    linear_bytes = 0
-    for operation in timing.LINEAR:
-        layer = getattr(model.blocks[0], operation)
-        weights = layer.in_features * layer.out_features
-        columns = layer.in_features + layer.out_features
-        flops = config.n_layer * 2 * tokens * weights
-        moved_bytes = config.n_layer * item_bytes * (len(batches) * weights + tokens * columns)
-        intensity[operation] = flops / moved_bytes
-        linear_flops += flops
-        linear_bytes += moved_bytes
-    return intensity | {"products": linear_flops / linear_bytes}
+    flops = 0
+    moved = 0
+    for rows, columns in matrices:
+        flops += 2 * tokens * rows * columns
+        moved += len(batches) * rows * columns + tokens * (rows + columns)
+    return flops / (moved * item_bytes)
 
 
 def keep_layers(model: GPT, n_layer: int, seed: int) -> GPT:

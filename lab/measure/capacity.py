@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from lab.measure import metrics, token_budget
-from lab.measure import timing as measure
-from lab.measure.metrics import Percentiles, RunSummary, percentiles
+from lab.measure import metrics, timing, token_budget
+from lab.measure.metrics import RunSummary
 from lab.measure.run_loop import Run
-from lab.measure.token_budget import MAX_DELAY_S, Case, Profiled, TimedRunner
+from lab.measure.token_budget import MAX_DELAY_S
 from lab.measure.workload import Arrival
 from model import GPT
 from parallel.stages import runner_for
-from policies.pools import Sent
 from request import Request
 
 STEP = 1.5  # a factor of the rate, in a search
@@ -49,7 +47,7 @@ def measure_base(
     longest = max(context, chunk)
     runner = runner_for(model)(model, token_budget.BASE_BATCH, longest, longest, attention)
     cases = [(token_budget.BASE_BATCH, context, token_budget.BASE_BATCH), (chunk, chunk, 0)]
-    decode, prefill = time_steadily(runner, cases, repeats=5, tries=3)
+    decode, prefill = token_budget.time_iterations(runner, cases, repeats=5, tries=3)
     base = Base(
         seconds=decode.seconds,
         prefill_token_s=prefill.seconds / chunk,
@@ -57,22 +55,6 @@ def measure_base(
         context=context,
     )
     return base, decode.spread
-
-
-def time_steadily(
-    runner: TimedRunner, cases: Sequence[Case], repeats: int = 2, tries: int = 2
-) -> list[Profiled]:
-    """token_budget.time_iterations on a machine that is not busy, whose drift is the spread."""
-
-    def time_cases() -> list[Profiled]:
-        return token_budget.time_iterations(runner, cases, repeats)
-
-    def largest_spread(rows: Sequence[Profiled]) -> float:
-        return max(row.spread for row in rows)
-
-    device = runner.cache.data.device
-    rows, drift = measure.steadily(time_cases, device, tries, largest_spread)
-    return [row._replace(spread=drift) for row in rows]
 
 
 def slo_seconds(target: str | float, base: Base) -> float:
@@ -117,33 +99,11 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkSummary:
-    """What requests waited for between two pools, after their first tokens, in seconds."""
-
-    waited_s: Percentiles  # for memory on the decode side
-    exposed_s: Percentiles  # for the link
-
-    @classmethod
-    def of(cls, transfers: Sequence[Sent]) -> "LinkSummary | None":
-        """The LinkSummary of these transfers; None without any."""
-        if not transfers:
-            return None
-        return cls(
-            waited_s=percentiles(sent.waited_s for sent in transfers),
-            exposed_s=percentiles(sent.exposed_s for sent in transfers),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class JudgedRun(RunSummary, Verdict):
     """The numbers of a Run, and whether it met its SLO."""
 
     goodput_per_s: float | None  # see metrics.goodput
-    own_fraction: float | None
-    refused: int
-    cut_short: str | None
     drift: float
-    link: LinkSummary | None = None  # of two pools
 
 
 def judge(
@@ -154,26 +114,20 @@ def judge(
     rate_counts: bool = True,
 ) -> JudgedRun:
     """Summarize a Run, and find out whether it met an SLO of P99 TBT in seconds. A run that was cut
-    short did not, as everything before the cut may have ended well. Only goodput depends on
-    `ttft_slo_s`. See metrics.missed for `rate_counts`."""
+    short did not. Only goodput depends on `ttft_slo_s`. See metrics.missed for `rate_counts`."""
     summary = metrics.summarize_run(run.completions, run.iterations, run.seconds, tbt_slo_s)
-    link = LinkSummary.of(run.transfers)
     missed = run.cut_short or metrics.missed(summary, tbt_slo_s, rate_counts=rate_counts)
-    waited_s = link.waited_s.p50 if link else None
-    if waited_s and waited_s > MAX_DELAY_S and not missed:
+    waited_s = metrics.percentiles(sent.waited_s for sent in run.transfers).p50 or 0.0
+    if waited_s > MAX_DELAY_S and not missed:
         missed = f"median wait of {waited_s:,.2f} s for memory on the decode side"
     return JudgedRun(
         **vars(summary),
         goodput_per_s=metrics.goodput(
             run.completions, run.seconds, ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s
         ),
-        own_fraction=run.own_fraction,
-        refused=run.refused,
-        cut_short=run.cut_short,
         drift=run.drift,
-        link=link,
         missed=missed,
-        busy=run.drift > measure.BUSY,
+        busy=run.drift > timing.BUSY,
     )
 
 

@@ -6,25 +6,22 @@
 Alone a decode costs its share of a decode-only batch. Beside a chunk it costs its share of the time
 by which the hybrid batch is longer than the same chunk alone. These two batches differ by a few
 percent, and a machine drifts as much within a second. So they are timed in turn, A B B A, and
-quoted is the median of their differences. Read first: timing.py, decode_maximal.py. Read next:
+quoted is the median of their differences. Read first: timing.py, batch_times.py. Read next:
 lab/commands/offline.py, which prints it."""
 
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from lab.measure import timing
-from lab.measure.batch_times import Batch, count_tokens, spans_of
+from lab.measure.batch_times import Batch, TimedChunk, count_tokens, decodes, prompts, spans_of
 from lab.measure.timing import Estimate
-from model import FlatBatch
-from request import Chunk
 from runtime.runner import Runner
 
 PAIRS = 36
@@ -32,12 +29,28 @@ FEWEST_PAIRS = 8  # however long they take
 PROMPT_EVERY = 7  # pairs; an odd number, so that a pair after a prompt begins with either batch
 
 
+def table_2_batches(context: int, batch: int, chunk: int) -> dict[str, Batch]:
+    """The batches of SARATHI's Table 2 by the names of its rows, after a whole prompt of `context`
+    tokens, where all requests end.
+
+    There are `batch` decodes alone and one fewer beside the chunk, where chunk and decodes are
+    `chunk` tokens together."""
+    riding = batch - 1
+    chunk_alone: Batch = (TimedChunk(chunk - riding, context),)
+    return {
+        "prompt": prompts(1, context),
+        "prefill-only": chunk_alone,
+        "decode-only": decodes(batch, context),
+        "decode-maximal": chunk_alone + decodes(riding, context),
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeCost:
     """The times of a chunk, of some decodes, and of both in one batch, by one clock."""
 
-    cpu_time: bool  # of one thread, or wall time of all
-    threads: int
+    cpu_time: bool = False  # of one thread, or wall time of all
+    threads: int = 1
     pairs: int  # how often each was timed
     prefill_tokens: int  # of the chunk
     decodes: int  # beside the chunk; one more in the decode-only batch
@@ -47,8 +60,31 @@ class DecodeCost:
     prompt_token_ms: Estimate  # of a whole prompt
     alone_ms: Estimate  # what a decode costs
     beside_ms: Estimate
-    wall_per_clock: float  # seconds of wall time for a second by this clock
-    busy: bool  # whether other programs took so much of the machine that this is noise
+    wall_per_clock: float = 1.0  # seconds of wall time for a second by this clock
+    busy: bool = False  # whether others took so much of the machine that this is noise
+
+    @classmethod
+    def of(
+        cls, samples_ms: Mapping[str, Sequence[float]], batches: Mapping[str, Batch]
+    ) -> "DecodeCost":
+        """The costs from two samples or more of each of table_2_batches, in pairs."""
+        chunk_ms = samples_ms["prefill-only"]
+        hybrid_ms = samples_ms["decode-maximal"]
+        prompt_len = count_tokens([batches["prompt"]])
+        decodes = len(batches["decode-only"])
+        riding = decodes - 1
+        pairs = zip(hybrid_ms, chunk_ms, strict=True)
+        return cls(
+            pairs=len(chunk_ms),
+            prefill_tokens=count_tokens([batches["prefill-only"]]),
+            decodes=riding,
+            chunk_ms=timing.estimate(chunk_ms),
+            hybrid_ms=timing.estimate(hybrid_ms),
+            decode_only_ms=timing.estimate(samples_ms["decode-only"]),
+            prompt_token_ms=timing.estimate([ms / prompt_len for ms in samples_ms["prompt"]]),
+            alone_ms=timing.estimate([ms / decodes for ms in samples_ms["decode-only"]]),
+            beside_ms=timing.estimate([(hybrid - chunk) / riding for hybrid, chunk in pairs]),
+        )
 
     @property
     def speedup(self) -> Estimate | None:
@@ -56,8 +92,7 @@ class DecodeCost:
         its cost there is less than two errors away from nothing."""
         if self.busy or self.beside_ms.value < 2 * self.beside_ms.error:
             return None
-        value = self.alone_ms.value / self.beside_ms.value
-        return Estimate(value, value * _relative(self.alone_ms, self.beside_ms))
+        return self.alone_ms.over(self.beside_ms)
 
     @property
     def promised_gain(self) -> Estimate:
@@ -65,20 +100,11 @@ class DecodeCost:
 
         The rows of the chunk at the rate of a whole prompt, and the decodes alone, over the hybrid
         batch: the gain at the balanced P:D ratio, where all batches of a run are such batches."""
-        prompt = self.prefill_tokens * self.prompt_token_ms.value
-        decodes = self.decodes * self.alone_ms.value
-        errors = (
-            self.prefill_tokens * self.prompt_token_ms.error,
-            self.decodes * self.alone_ms.error,
-        )
-        apart = Estimate(prompt + decodes, math.hypot(*errors))
-        value = apart.value / self.hybrid_ms.value
-        return Estimate(value, value * _relative(apart, self.hybrid_ms))
-
-
-def _relative(*estimates: Estimate) -> float:
-    """The relative error of a product or quotient of independent estimates."""
-    return math.hypot(*(each.error / each.value for each in estimates))
+        prompt = self.prompt_token_ms
+        value = self.prefill_tokens * prompt.value + self.decodes * self.alone_ms.value
+        prompt_error = self.prefill_tokens * prompt.error
+        error = math.hypot(prompt_error, self.decodes * self.alone_ms.error)
+        return Estimate(value, error).over(self.hybrid_ms)
 
 
 def measure_decode_cost(
@@ -88,7 +114,7 @@ def measure_decode_cost(
     clock: Callable[[], float] = timing.wall_time,
     limit_s: float = math.inf,
 ) -> DecodeCost:
-    """Time the batches of Table 2 in PAIRS, or fewer if they take longer than `limit_s`.
+    """Time table_2_batches in PAIRS, or fewer if they take longer than `limit_s`.
 
     The head is left out, as in the paper. `clock` is wall time, or timing.cpu_time in a block of
     timing.one_thread. What the runner's cache holds is lost."""
@@ -119,73 +145,10 @@ def measure_decode_cost(
         return (time.perf_counter() - wall_start) / (clock() - start)
 
     wall_per_clock, drift = timing.steadily(time_pairs, device, tries=1, clock=clock)
-    prompt_len = count_tokens([batches["prompt"]])
-    prefill_tokens = count_tokens([batches["prefill-only"]])
-    decodes = len(batches["decode-only"])
-    riding = len(batches["decode-maximal"]) - 1
-    pairs = zip(samples["decode-maximal"], samples["prefill-only"], strict=True)
-    return DecodeCost(
+    return replace(
+        DecodeCost.of(samples, batches),
         cpu_time=clock is timing.cpu_time,
         threads=torch.get_num_threads(),
-        pairs=len(samples["prefill-only"]),
-        prefill_tokens=prefill_tokens,
-        decodes=riding,
-        chunk_ms=timing.estimate(samples["prefill-only"]),
-        hybrid_ms=timing.estimate(samples["decode-maximal"]),
-        decode_only_ms=timing.estimate(samples["decode-only"]),
-        prompt_token_ms=timing.estimate([ms / prompt_len for ms in samples["prompt"]]),
-        alone_ms=timing.estimate([ms / decodes for ms in samples["decode-only"]]),
-        beside_ms=timing.estimate([(hybrid - alone) / riding for hybrid, alone in pairs]),
         wall_per_clock=wall_per_clock,
         busy=drift > timing.BUSY,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What a batch's matrix products and its attention take alone, in ms."""
-
-    products_ms: float
-    attention_ms: float
-    launch_ms: float | None = None  # of the CPU, until a GPU has got all work; None on a CPU
-    device_ms: float | None = None  # of the GPU, without waiting for launches; None on a CPU
-
-
-def measure_parts(
-    runner: Runner,
-    batches: Mapping[str, Batch],
-    clock: Callable[[], float] = timing.wall_time,
-) -> dict[str, Parts]:
-    """The Parts of these batches, by name. On a GPU they are times of the device."""
-    model = runner.model
-    layers = timing.linear_layers(model)
-    functions: dict[tuple[str, str], Callable[[], object]] = {}
-    for name, each in batches.items():
-        spans = spans_of(each)
-        functions[name, "products"] = timing.bare_products(model, count_tokens([each]), layers)
-        functions[name, "attention"] = timing.attention_alone(runner, spans)
-        functions[name, "launch"] = partial(launch, runner, spans)
-    on_gpu = timing.launch_timings(functions, model.device)
-    if on_gpu:
-        return {
-            name: Parts(
-                products_ms=on_gpu[name, "products"].device_ms,
-                attention_ms=on_gpu[name, "attention"].device_ms,
-                launch_ms=on_gpu[name, "launch"].cpu_ms,
-                device_ms=on_gpu[name, "launch"].device_ms,
-            )
-            for name in batches
-        }
-    parts = {key: function for key, function in functions.items() if key[1] != "launch"}
-    times = timing.interleaved(parts, model.device, repeats=3, warmup=1, clock=clock)
-    return {
-        name: Parts(
-            products_ms=times[name, "products"].ms, attention_ms=times[name, "attention"].ms
-        )
-        for name in batches
-    }
-
-
-def launch(runner: Runner, spans: Sequence[Chunk]) -> Tensor:
-    """Launch a batch, and do not wait for its tokens."""
-    return runner.forward(FlatBatch.build(spans, runner.attention))

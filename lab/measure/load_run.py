@@ -86,7 +86,7 @@ class EngineServer:
             self.sleep(seconds)
 
     def add(self, i: int, arrival: Arrival, prompt: list[int] | None) -> None:
-        """Queue request i. Raises QueueFull, and ValueError without a prompt."""
+        """Queue request i. Raises ValueError without a prompt."""
         if prompt is None:
             raise ValueError("prompt=None: an engine needs token ids")
         self.engine.add_request(

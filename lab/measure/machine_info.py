@@ -27,7 +27,6 @@ class MachineInfo:
     device: str  # the name of the CPU or GPUs
     model: str  # a preset or a checkpoint
     dtype: str  # of its numbers
-    constants: dict[str, Any] | None = None  # of a simulated device
 
     def heading(self) -> str:
         """The lines that stand above all tables. Each ends with a newline."""

@@ -4,7 +4,7 @@ Pure functions of Requests and Iterations (engine.py; iterations in the order of
 are in seconds on one clock. A value that does not exist is None, never 0 or NaN. Latencies are
 those of Sarathi-Serve §2.4, stalls those of §3.2 and Figure 1, the condition for capacity that of
 §5.1. TTFT, TBT and scheduling delay count for every request that has them, also for one that was
-aborted; the latency counts only for requests that finished.
+aborted.
 
 Read next: run_loop.py."""
 
@@ -54,7 +54,11 @@ class Stall:
     end: float  # when its next token was known, in s
     prefill_tokens: int  # of others, computed in the gap
     caused_by: int  # the request with most of these tokens; of equals, the one computed first
-    seconds: float  # the whole gap: a hybrid batch does not tell the chunk's time from the decode's
+
+    @property
+    def seconds(self) -> float:
+        """The whole gap: a hybrid batch does not tell the chunk's time from the decode's."""
+        return self.end - self.start
 
 
 def find_stalls(completions: Sequence[Request], iterations: Sequence[Iteration]) -> list[Stall]:
@@ -86,14 +90,8 @@ def find_stalls(completions: Sequence[Request], iterations: Sequence[Iteration])
                     tokens[request_id] += length
             if tokens:
                 caused_by = max(tokens, key=lambda request_id: tokens[request_id])
-                gap = (start, end, tokens.total(), caused_by, end - start)
-                stalls.append(Stall(completion.id, *gap))
+                stalls.append(Stall(completion.id, start, end, tokens.total(), caused_by))
     return stalls
-
-
-def longest_stall(stalls: Iterable[Stall]) -> Stall | None:
-    """The longest of the stalls, the first of equals; None if there are none."""
-    return max(stalls, key=lambda stall: stall.seconds, default=None)
 
 
 def ratio(amount: float | None, total: float | None) -> float | None:
@@ -105,8 +103,6 @@ def ratio(amount: float | None, total: float | None) -> float | None:
 class QueueSummary:
     """Whether requests wait longer and longer: see `summarize_queue`."""
 
-    second_quarter_s: float | None  # median scheduling delay of the second quarter of the requests
-    last_quarter_s: float | None  # and of the last
     arrived_per_s: float | None  # requests
     scheduled_per_s: float | None  # requests, while others wait; None: few ever waited
     served_per_s: float | None  # requests, while others arrive, see served_rate
@@ -156,8 +152,6 @@ def summarize_queue(completions: Sequence[Request]) -> QueueSummary:
     overloaded = bool(arrived_per_s and scheduled_per_s and scheduled_per_s < arrived_per_s)
     slower = early is not None and late is not None and early < late
     return QueueSummary(
-        second_quarter_s=early,
-        last_quarter_s=late,
         arrived_per_s=arrived_per_s,
         scheduled_per_s=scheduled_per_s,
         served_per_s=served_rate(completions),
@@ -200,9 +194,8 @@ class StallSummary:
     """The generation stalls of a run."""
 
     count: int | None  # None: iterations are not known
-    longest: Stall | None
+    longest: Stall | None  # the first of equals
     over_slo: int | None  # how many were longer than the SLO of TBT; None: there is none
-    length_s: Percentiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,12 +205,10 @@ class RunSummary:
 
     requests: int
     finished: int
-    aborted: int
     ttft_s: Percentiles
     tbt_s: Percentiles  # of all gaps of all requests
     scheduling_delay_s: Percentiles
     queue: QueueSummary
-    latency_s: Percentiles
     tokens_per_s: float | None  # prompt and output; of prompts, computed or found in the cache
     preemptions: int | None
     recomputed_tokens: int | None
@@ -230,7 +221,6 @@ class RunSummary:
     hybrid: float | None
     tokens_per_iteration: float | None
     running_mean: float | None  # requests at once, over the time of the iterations
-    running_peak: int | None
 
     @property
     def longest_stall_s(self) -> float | None:
@@ -277,7 +267,6 @@ def summarize_run(
     kinds = Counter((i.prefill_tokens > 0, i.decode_tokens > 0) for i in iterations)
     batch_tokens = sum(i.prefill_tokens + i.decode_tokens for i in iterations)
     busy_s = sum(i.end - i.start for i in iterations)
-    finished = [c for c in completions if c.finish_reason in FINISHED]
     served_tokens = sum(c.prompt_len + len(c.token_times) for c in completions if c.token_times)
     scheduled = [c for c in completions if c.scheduled is not None]
     cached_tokens = sum(c.cached_tokens for c in scheduled)
@@ -285,13 +274,11 @@ def summarize_run(
     stalls = find_stalls(completions, iterations)
     return RunSummary(
         requests=len(completions),
-        finished=len(finished),
-        aborted=sum(c.finish_reason == "abort" for c in completions),
+        finished=sum(c.finish_reason in FINISHED for c in completions),
         ttft_s=percentiles(c.ttft for c in completions),
         tbt_s=percentiles(gap for c in completions for gap in c.tbt),
         scheduling_delay_s=percentiles(c.scheduling_delay for c in completions),
         queue=summarize_queue(completions),
-        latency_s=percentiles(c.latency for c in finished),
         tokens_per_s=ratio(served_tokens, seconds),
         preemptions=sum(c.preemptions for c in scheduled) if count else None,
         recomputed_tokens=sum(c.recomputed_tokens for c in scheduled) if count else None,
@@ -299,9 +286,8 @@ def summarize_run(
         cached=ratio(cached_tokens, prefill_tokens) if count else None,
         stalls=StallSummary(
             count=len(stalls) if count else None,
-            longest=longest_stall(stalls),
+            longest=max(stalls, key=lambda stall: stall.seconds, default=None),
             over_slo=sum(s.seconds > tbt_slo_s for s in stalls) if count and tbt_slo_s else None,
-            length_s=percentiles(stall.seconds for stall in stalls),
         ),
         iterations=count,
         prefill_only=ratio(kinds[True, False], count),
@@ -309,7 +295,6 @@ def summarize_run(
         hybrid=ratio(kinds[True, True], count),
         tokens_per_iteration=ratio(batch_tokens, count),
         running_mean=ratio(sum(i.running * (i.end - i.start) for i in iterations), busy_s),
-        running_peak=max((i.running for i in iterations), default=None),
     )
 
 

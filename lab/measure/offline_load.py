@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from config import EngineConfig
 from lab.measure import metrics, timing, workload
 from lab.measure.load_run import Clock, EngineServer
-from lab.measure.run_loop import LoadRun, Recorder, Run
+from lab.measure.run_loop import LoadRun, Run
 from lab.measure.run_plan import run_plan
 from model import GPT
 from parallel.shard import stages_of
@@ -95,7 +95,6 @@ def run_policies(
     chunk: int,
     attention: str = "auto",
     progress: Callable[[int], object] | None = None,
-    recorders: Mapping[str, Recorder] | None = None,
     now: Callable[[], float] = timing.wall_time,
     limit_s: float = math.inf,
 ) -> Iterator[tuple[str, Run]]:
@@ -103,9 +102,9 @@ def run_policies(
 
     On a CPU the policies take turns, which is steadier. On a GPU there is room for one at a time;
     in a pipeline the batches of one would be on their way when it is another's turn. `progress` is
-    called with the number of tokens of each iteration, and each of `recorders` sees the run of its
-    policy. `now` is the time that the engines live in: wall time, or timing.cpu_time in a block of
-    timing.one_thread. After `limit_s` seconds of wall time the rest is left out."""
+    called with the number of tokens of each iteration. `now` is the time that the engines live in:
+    wall time, or timing.cpu_time in a block of timing.one_thread. After `limit_s` seconds of wall
+    time the rest is left out."""
     arrivals = load.arrivals()
     prompts = workload.prompts(arrivals, model.config.vocab_size, load.seed)
     configs = run_plan(policies, [load.seq_len], load.config(chunk, attention))
@@ -117,8 +116,7 @@ def run_policies(
         for name, clock in clocks.items():
             engine = engine_for(model)(model, configs[name], clock=clock)
             engine.warm_up()
-            server = EngineServer(engine, clock)
-            loads[name] = LoadRun(server, arrivals, prompts, recorder=(recorders or {}).get(name))
+            loads[name] = LoadRun(EngineServer(engine, clock), arrivals, prompts)
         yield from take_turns(loads, clocks, progress, deadline)
 
 

@@ -10,16 +10,13 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from config import QueueFull
 from lab.measure.arrival import Arrival
 from policies.observers import Iteration
 from policies.pools import Sent
-from policies.priority import PRIORITIES
-from request import Event, Request, Service
+from request import Event, Request
 from scheduler import Scheduler
 
 
@@ -54,7 +51,7 @@ class Server(Protocol):
         ...
 
     def add(self, i: int, arrival: Arrival, prompt: list[int] | None, /) -> object:
-        """Queue request i. Raises QueueFull."""
+        """Queue request i."""
         ...
 
     def step(self) -> list[Event]:
@@ -82,22 +79,12 @@ class Recorder(Protocol):
 class Run:
     """What was seen of one run. Times are in seconds from its start."""
 
-    completions: list[Request]  # of request i in arrivals; "abort": rejected or interrupted
+    completions: list[Request]  # of request i in arrivals; "abort": the run was cut short
     iterations: list[Iteration]
     seconds: float  # until the last token
-    own_fraction: float | None  # share of the steps' time outside of forward and token transfer
-    refused: int = 0  # requests that found max_waiting others in the queue
-    cut_short: str | None = None  # "interrupted" or "given up" if the run was
+    cut_short: str = ""  # "given up" if the run was
     drift: float = 0.0  # share of the machine that others used, see timing.steadily
     transfers: Sequence[Sent] = ()  # between two pools, in the order in which they ended
-
-
-class LoadInterrupted(KeyboardInterrupt):
-    """A KeyboardInterrupt during a run. `run` is what was seen until then."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self.run = run
 
 
 def no_progress() -> None:
@@ -127,9 +114,7 @@ class LoadRun:
         self.completions: dict[int, Request] = {}  # by request
         self.iterations: list[Iteration] = []
         self.arrived: set[int] = set()
-        self.refused = 0
-        self.cut_short: str | None = None
-        self.in_steps_s = 0.0  # time inside of server.step()
+        self.cut_short = ""
         in_order = sorted(range(len(arrivals)), key=lambda i: arrivals[i].time)
         self.due = deque(in_order)  # requests that have not arrived, the next one first
         if recorder:
@@ -143,12 +128,9 @@ class LoadRun:
             return True
         if ready_at == math.inf:
             return False
-        began = self.server.clock()
-        events = self.server.step()
-        self.in_steps_s += self.server.clock() - began
-        for event in events:
+        for event in self.server.step():
             if event.finish_reason:
-                self._complete(event.request.id, event.request)
+                self._complete(event.request)
         iteration = self.server.last_iteration
         if iteration:
             self.iterations.append(iteration)
@@ -157,22 +139,15 @@ class LoadRun:
         return True
 
     def run(self) -> Run:
-        """Step until all is done. Raises LoadInterrupted for a KeyboardInterrupt."""
-        try:
-            while not self.cut_short and self.step():
-                pass
-        except KeyboardInterrupt as interrupt:
-            self.cut_short = "interrupted"
-            raise LoadInterrupted(self.result()) from interrupt
+        """Step until all is done."""
+        while not self.cut_short and self.step():
+            pass
         return self.result()
 
     def result(self) -> Run:
         """The Run up to here. Aborts what still runs."""
-        # an interrupt may have come while a request was added, or in the step that ended it
-        gone = (KeyError, ValueError) if self.cut_short else ()
         for i in self.arrived - self.completions.keys():
-            with suppress(*gone):
-                self.completions[i] = self.server.abort(i)
+            self.completions[i] = self.server.abort(i)
         completions = [self.completions[i] for i in sorted(self.completions)]
         ends = [c.token_times[-1] for c in completions if c.token_times]
         ends += [iteration.end for iteration in self.iterations]
@@ -180,45 +155,21 @@ class LoadRun:
             completions=completions,
             iterations=self.iterations,
             seconds=max(ends, default=0.0),
-            own_fraction=self._own_fraction(),
-            refused=self.refused,
             cut_short=self.cut_short,
             drift=statistics.fmean(self.server.probe_readings or [0.0]),
         )
 
-    def _own_fraction(self) -> float | None:
-        """The share of the steps' time outside of forward; None where batches overlap."""
-        if len(self.server.schedulers) > 1:
-            return None
-        if not self.in_steps_s:
-            return 0.0
-        in_forward_s = sum(i.end - i.launch for i in self.iterations if i.launch is not None)
-        return 1 - in_forward_s / self.in_steps_s
-
-    def _complete(self, i: int, completion: Request) -> None:
-        """Keep the completion of request i."""
-        self.completions[i] = completion
+    def _complete(self, completion: Request) -> None:
+        """Keep a request that ended."""
+        self.completions[completion.id] = completion
         if self.gives_up and self.gives_up(completion):
             self.cut_short = "given up"
         self.progress()
 
     def _add_first_due(self) -> None:
         """Bring the request that is due first to the server."""
-        i = self.due[0]
+        i = self.due.popleft()
         arrival = self.arrivals[i]
         self.server.wait_until(arrival.time)
-        self.due.popleft()
         self.arrived.add(i)
-        try:
-            self.server.add(i, arrival, self.prompts[i] if self.prompts else None)
-        except QueueFull:
-            self.refused += 1
-            self.completions[i] = Request(
-                id=i,
-                tokens=[0] * arrival.prompt_len,
-                prompt_len=arrival.prompt_len,
-                max_new_tokens=arrival.output_len,
-                arrival=arrival.time,
-                service=Service(PRIORITIES.index(arrival.priority)),
-                finish_reason="abort",
-            )
+        self.server.add(i, arrival, self.prompts[i] if self.prompts else None)

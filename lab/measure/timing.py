@@ -8,10 +8,10 @@ machine that works for others cannot be timed: `steadily` finds that out, and tr
 Read next: machine_info.py."""
 
 import math
-import os
 import platform
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,25 +21,21 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.nn as nn
 from torch import Tensor
-from tqdm import tqdm
 
 from kv_cache import kv_bytes_per_token
 from model import GPT, FlatBatch, GPTConfig
 from parallel.shard import stages_of
 from request import Chunk
-from runtime.runner import Runner, find_fast
+from runtime.runner import Runner
 
 Name = TypeVar("Name")
 Result = TypeVar("Result")
 LINEAR = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # products of a block, SARATHI, Table 1
 WARMUP = 2  # runs that are not counted
-LEAST_REPEATS = 3  # runs that are, however long they take
 BUSY = 0.20  # drift, of a machine, or spread, of times: above it no number is believed
 TOO_BUSY = "this machine is too busy to tell"
 PROBE_S = 0.02  # of a probe beside a measurement
 GLANCE_S = 0.01  # of a probe within one, every second
-WAKE_SHARE = 0.25  # of a probe's time, before it counts
-CUDA_WAKE_S = 0.2  # a GPU that was idle raises its clocks in about this time
 LAUNCH_REPEATS = 5
 PAUSE_HZ = 3e9  # no GPU's clock is much faster: a pause of so many cycles takes a second or longer
 
@@ -58,12 +54,18 @@ class Estimate:
     value: float
     error: float
 
+    def over(self, other: "Estimate") -> "Estimate":
+        """The quotient of two that are independent."""
+        value = self.value / other.value
+        relative = math.hypot(self.error / self.value, other.error / other.value)
+        return Estimate(value, value * relative)
+
 
 class LaunchTiming(NamedTuple):
     """Medians in milliseconds: the CPU's time to launch a computation, and the device's for it."""
 
-    cpu_ms: float
-    device_ms: float
+    launch: float
+    device: float
 
 
 def wall_time() -> float:
@@ -87,22 +89,14 @@ def interleaved(
     variants: Mapping[Name, Callable[[], object]],
     device: torch.device,
     repeats: int = 9,
-    title: str | None = None,
     warmup: int = WARMUP,
-    limit_s: float = math.inf,
     clock: Callable[[], float] = wall_time,
 ) -> dict[Name, Timing]:
     """Time {name: function} in turn: {name: Timing}. The first `warmup` runs of each do not count.
 
-    After `limit_s` no further round begins, if at least LEAST_REPEATS count. With a title there is
-    a progress bar. `clock` is wall time, or cpu_time in a block of one_thread."""
-    began = time.perf_counter()
-    samples: dict[Name, list[float]] = {name: [] for name in variants}
-    disable = None if title else True  # None: where there is no terminal
-    for repeat in tqdm(range(warmup + repeats), title, leave=False, disable=disable):
-        enough = repeat >= warmup + LEAST_REPEATS
-        if enough and time.perf_counter() - began > limit_s:
-            break
+    `clock` is wall time, or cpu_time in a block of one_thread."""
+    samples: dict[Name, list[float]] = defaultdict(list)
+    for repeat in range(warmup + repeats):
         for name, function in variants.items():
             milliseconds = time_once(function, device, clock)
             if repeat >= warmup:
@@ -161,8 +155,8 @@ def launch_timings(
     a computation with more of them both times are too long.)"""
     if device.type != "cuda":
         return {}
-    cpu_ms: dict[Name, list[float]] = {name: [] for name in launches}
-    device_ms: dict[Name, list[float]] = {name: [] for name in launches}
+    cpu_ms: dict[Name, list[float]] = defaultdict(list)
+    device_ms: dict[Name, list[float]] = defaultdict(list)
     begin = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     for launch in launches.values():
@@ -190,68 +184,35 @@ def launch_timings(
 
 
 class Probe:
-    """Asks a device how much of itself it gives: the same short computations, over and over.
+    """Asks a CPU how much of itself it gives: a short computation on all threads, over and over.
 
-    The speed is that of a matrix product, the work that is measured. Elementwise functions vary
-    more: on a CPU whose cores have two threads each they lose twice as much to a neighbour on the
-    other thread. But the time that threads have had is asked of one, as each thread gets an equal
-    share of it; some libraries spread products otherwise."""
+    It is elementwise, as each thread gets an equal share of that; some libraries spread products
+    otherwise."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.threads = min(torch.get_num_threads(), available_processors())
-        fast = find_fast()
-        dtype = fast.fastest_dtype(device) if fast else torch.float32
-        width = 512 if device.type == "cpu" else 4096  # half a millisecond or less
-        x = torch.ones(width // 2, width, device=device, dtype=dtype)
-        weight = torch.ones(width, width, device=device, dtype=dtype)
-        self.product: Callable[[], object] = partial(nn.functional.linear, x, weight)
+        self.threads = torch.get_num_threads()
         numbers = torch.ones(self.threads * 2**17)
-        self.spread: Callable[[], object] = partial(
+        self.compute: Callable[[], object] = partial(
             torch.sin, numbers, out=torch.empty_like(numbers)
         )
-        self.fastest = math.inf  # seconds of one product
 
     def take(self, at_least_s: float = PROBE_S) -> float:
-        """The share of the machine that is missing, from 0 to 1.
-
-        It is the larger of two shares. One is of the speed, beside the fastest that this process
-        has measured. The other, on a CPU, is of the time that the threads could have had: it tells
-        of a load that never went away. Takes `at_least_s` for each, after a time to wake the
-        device up."""
-        on_cuda = self.device.type == "cuda"
-        self._repeat(self.product, CUDA_WAKE_S if on_cuda else at_least_s * WAKE_SHARE)
-        seconds, _ = self._repeat(self.product, at_least_s)
-        self.fastest = min(self.fastest, seconds)
-        speed = self.fastest / seconds
+        """The share of the time that the threads could have had and that others took, from 0 to 1.
+        A GPU is taken to be used by nobody else: 0."""
         if self.device.type != "cpu":
-            return 1 - speed
-        _, cpu_share = self._repeat(self.spread, at_least_s)
-        return 1 - min(1.0, cpu_share, speed)
-
-    def _repeat(self, compute: Callable[[], object], at_least_s: float) -> tuple[float, float]:
-        """Compute for so long: (seconds of one, the share of the time that the threads had)."""
-        count = 0
-        seconds = 0.0
+            return 0.0
         start = time.perf_counter()
         cpu_start = time.process_time()
-        while seconds < at_least_s or not count:
-            compute()
-            synchronize(self.device)
-            count += 1
+        seconds = 0.0
+        while seconds < at_least_s:
+            self.compute()
             seconds = time.perf_counter() - start
         cpu_s = time.process_time() - cpu_start
-        return seconds / count, cpu_s / seconds / self.threads
+        return max(0.0, 1 - cpu_s / seconds / self.threads)
 
 
-def available_processors() -> int:
-    """The processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-probe_of = cache(Probe)  # one in a process for each device, as it remembers the fastest
+probe_of = cache(Probe)  # one in a process for each device
 
 
 def steadily(
@@ -263,7 +224,7 @@ def steadily(
 ) -> tuple[Result, float]:
     """Call `function()` on a machine that is not BUSY. Returns (its result, drift).
 
-    The drift is the share of the machine that was missing in a probe before or after, or the
+    The drift is the share of the machine that others took in a probe before or after, or the
     `spread_of` the result, if that is larger. Of at most `tries` calls the steadiest counts. What
     is timed by the `clock` cpu_time does not depend on other programs: one call, and no drift."""
     if clock is cpu_time:

@@ -1,22 +1,16 @@
 """SLOs of the time between tokens, and the token budget that meets one (Sarathi-Serve §4.3, §5.1).
 
-Hybrid batches are timed, and the largest budget that meets the SLO is taken: by `auto_budget`, and
-by `python bench.py batches --slo`. Read first: policies/iteration_time.py."""
+Hybrid batches are timed, and the largest budget that meets the SLO is taken, by
+`python bench.py batches --slo`. Read first: timing.py."""
 
-import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-from config import EngineConfig
-from engine import Engine
 from kv_cache import KVCache
 from lab.measure import timing
-from policies import find_policy, policy_options
-from policies.iteration_time import BatchShape
 from request import Chunk, lone_chunk
 from runtime.runner import Runner
 
@@ -24,7 +18,6 @@ BASE_BATCH = 32  # decodes, at base_context, in the decode iteration that SLOs a
 SLOS = {"strict": 5, "relaxed": 25}  # §5.1: of TBT, as multiples of the time of a decode iteration
 MULTIPLES = SLOS | {f"{n}x": n for n in range(1, 101)}  # others, by their names
 MAX_DELAY_S = 2.0  # §5.1: of the median scheduling delay
-UNSTEADY = 0.2  # spread above which a time is not believed
 
 Case = tuple[int, int, int]  # a batch to time: (budget, context, decodes)
 
@@ -36,25 +29,7 @@ class Profiled(NamedTuple):
     context: int
     decodes: int
     seconds: float
-    spread: float = 0.0  # between the quartiles, as a fraction, or more if the machine drifted
-
-    @property
-    def shape(self) -> BatchShape:
-        """The same batch for IterationTime."""
-        chunk = self.budget - self.decodes
-        decodes = BatchShape(decodes=self.decodes, context_tokens=self.decodes * self.context)
-        return decodes.with_chunk(max(0, self.context - chunk), chunk)
-
-
-class TimedRunner(Protocol):
-    """A model with a cache that can compute chunks, such as runtime.runner.Runner."""
-
-    cache: KVCache
-
-    def greedy(self, chunks: Sequence[Chunk]) -> list[int]: ...
-
-
-TimeIterations = Callable[[Any, Sequence[Case]], list[Profiled]]
+    spread: float = 0.0  # of all that was timed with it: see timing.steadily
 
 
 def hybrid_spans(cache: KVCache, budget: int, context: int, decodes: int) -> list[Chunk]:
@@ -74,19 +49,30 @@ def hybrid_spans(cache: KVCache, budget: int, context: int, decodes: int) -> lis
     return chunks
 
 
-def time_iterations(runner: TimedRunner, cases: Sequence[Case], repeats: int = 2) -> list[Profiled]:
-    """A Profiled for each case, in order. The content of the cache is lost.
+def time_iterations(
+    runner: Runner, cases: Sequence[Case], repeats: int = 2, tries: int = 2
+) -> list[Profiled]:
+    """A Profiled for each case, in order, on a machine that is not busy: see timing.steadily. The
+    content of the cache is lost.
 
     Each case runs `repeats` times after a first time that does not count, all cases in turn."""
     cache = runner.cache
+    device = cache.data.device
     batches = [hybrid_spans(cache, *case) for case in cases]
     last_page = max(page for chunks in batches for chunk in chunks for page in chunk.pages)
     slots = (last_page + 1) * cache.page_size
     cache.data[:, :, :, :slots].zero_()  # garbage may be slow to compute with
     variants = {number: partial(runner.greedy, chunks) for number, chunks in enumerate(batches)}
-    timings = timing.interleaved(variants, cache.data.device, repeats, warmup=1)
+
+    def time_cases() -> dict[int, timing.Timing]:
+        return timing.interleaved(variants, device, repeats, warmup=1)
+
+    def largest_spread(timings: dict[int, timing.Timing]) -> float:
+        return max(each.spread for each in timings.values())
+
+    timings, drift = timing.steadily(time_cases, device, tries, largest_spread)
     return [
-        Profiled(*case, seconds=timings[number].ms / 1e3, spread=timings[number].spread)
+        Profiled(*case, seconds=timings[number].ms / 1e3, spread=drift)
         for number, case in enumerate(cases)
     ]
 
@@ -97,32 +83,19 @@ def base_context(max_len: int) -> int:
 
 
 def choose_budget(
-    runner: TimedRunner,
-    tbt_slo: float,
-    decodes: int,
-    contexts: Sequence[int],
-    tile: int,
-    max_budget: int,
-    timed: TimeIterations | None = None,
-) -> tuple[int, list[Profiled]]:
-    """The static token budget for an SLO, and the profile of all batches that were timed.
+    seconds_of: Callable[[int], float], tbt_slo: float, decodes: int, tile: int, max_budget: int
+) -> int:
+    """The static token budget for an SLO. `seconds_of` times a batch of so many tokens, of which
+    `decodes` decode.
 
-    Budgets of whole tiles up to `max_budget` are timed, with `decodes` at each context. They double
-    until one misses the SLO. A binary search follows. `timed` takes the place of time_iterations.
-    Raises ValueError if no budget meets the SLO."""
-    timed = timed or time_iterations
-    tile = min(tile, max_budget)
-    profile: list[Profiled] = []
-
-    def slowest(budget: int) -> float:
-        rows = timed(runner, [(budget, context, decodes) for context in contexts])
-        profile.extend(rows)
-        return max(row.seconds for row in rows)
+    Budgets of whole tiles up to `max_budget` are timed. They double until one misses the SLO. A
+    binary search follows. Raises ValueError if no budget meets the SLO."""
 
     def misses(budget: int) -> bool:
-        return slowest(budget) > tbt_slo
+        return seconds_of(budget) > tbt_slo
 
-    decode_s = slowest(decodes)
+    tile = min(tile, max_budget)
+    decode_s = seconds_of(decodes)
     best = 0
     budget = (decodes // tile + 1) * tile  # the first with room for a chunk
     max_budget = max(max_budget, budget)
@@ -130,55 +103,8 @@ def choose_budget(
         best = budget
         budget = 2 * budget
     if not best:
-        takes = f"{decodes} decodes alone take {decode_s:.4g} s at a context of {max(contexts)}"
-        raise ValueError(f"tbt_slo={tbt_slo:.4g}: no token budget meets it, {takes}")
+        alone = f"{decodes} decodes alone take {decode_s:.4g} s"
+        raise ValueError(f"tbt_slo={tbt_slo:.4g}: no token budget meets it, {alone}")
     end = min(budget, max_budget + 1)  # it misses the SLO, or is too large
     between = range(best + tile, end, tile)
-    best += tile * bisect_left(between, True, key=misses)
-    return best, profile
-
-
-def auto_budget(engine: Engine) -> EngineConfig:
-    """The config of an engine, with the largest chunk that meets the policy's tbt_slo, or else the
-    strict SLO: `Engine(model, auto_budget(Engine(model, ...)))`. Spoils what its cache holds.
-
-    A policy that predicts gets the profile as an option, too. Raises ValueError for a policy that
-    does not cut prompts, and for an SLO that no budget meets."""
-    config = engine.config
-    runner = engine.runner
-    options = dict(config.policy_options)
-    policy = find_policy(config.policy)
-    if not policy.cuts_prompts:
-        raise ValueError(f"chunk: policy {config.policy!r} does not cut prompts")
-    cache = runner.cache
-    tile = options.get("tile", 128 if cache.data.is_cuda else 32)
-    tbt_slo = options.get("tbt_slo")
-    timed: list[Profiled] = []
-    if tbt_slo is None:
-        base = time_base_iteration(runner, config.attention)
-        tbt_slo = SLOS["strict"] * base.seconds
-        timed.append(base)
-    context = cache.max_len // 2
-    requests_that_fit = max(1, cache.pages * cache.page_size // context)
-    decodes = min(BASE_BATCH, engine.scheduler.max_batch, requests_that_fit)
-    chunk, profile = choose_budget(runner, tbt_slo, decodes, [context], tile, cache.max_len)
-    spread = max(row.spread for row in timed + profile)
-    if spread > UNSTEADY:
-        message = f"chunk is {chunk}; times spread by {spread:.0%}, is the machine busy?"
-        warnings.warn(message, stacklevel=2)
-    if "profile" in policy_options(policy):
-        options["profile"] = [(row.shape, row.seconds) for row in profile]
-    return replace(config, chunk=chunk, policy_options=options)
-
-
-def time_base_iteration(runner: Runner, attention: str = "auto") -> Profiled:
-    """The decode iteration that SLOs are multiples of."""
-    cache = runner.cache
-    context = base_context(cache.max_len)
-    pages = BASE_BATCH * -(-context // cache.page_size)
-    base_runner = runner
-    if cache.pages < pages:  # those that decodes share may be read only once
-        make_runner = type(runner)
-        base_runner = make_runner(runner.model, pages, cache.page_size, cache.max_len, attention)
-    [base] = time_iterations(base_runner, [(BASE_BATCH, context, BASE_BATCH)], repeats=5)
-    return base
+    return best + tile * bisect_left(between, True, key=misses)

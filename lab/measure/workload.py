@@ -9,51 +9,13 @@ Poisson process. A workload is a list of `Arrival`, sorted by time:
 The same arguments and seed give the same workload. Read next: run_loop.py, which serves it."""
 
 import csv
-import re
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import NormalDist
-from typing import NamedTuple
 
 import numpy as np
 
-from lab.measure.arrival import Arrival
-
-
-class LengthStatistics(NamedTuple):
-    """The published lengths of a dataset, in tokens."""
-
-    prompt: tuple[int, int]  # the median, and the 90th percentile
-    output: tuple[int, int]
-    limit: int  # of prompt + output
-
-
-class FieldType(NamedTuple):
-    """The numbers that a field of a CSV file may hold."""
-
-    description: str
-    allows: Callable[[float], bool]
-
-
-def _is_time(value: float) -> bool:
-    """Whether a number is a time. It may count from 1970."""
-    return 0 <= value <= 4e9
-
-
-def _is_token_count(value: float) -> bool:
-    """Whether a number is a number of tokens."""
-    return 1 <= value <= 1e9 and value.is_integer()
-
-
-LENGTHS = {  # Sarathi-Serve, Table 2; the limits are in the text beside it
-    "sharegpt4": LengthStatistics(prompt=(1730, 5696), output=(415, 834), limit=8192),
-    "arxiv": LengthStatistics(prompt=(7059, 12985), output=(208, 371), limit=16384),
-}
-SECONDS = FieldType("a number of seconds from 0 to 4e9", _is_time)
-TOKENS = FieldType("a whole number of 1 to 1e9", _is_token_count)
-TRACE_COLUMNS = {"arrived_at": SECONDS, "num_prefill_tokens": TOKENS, "num_decode_tokens": TOKENS}
+from lab.measure.arrival import LENGTHS, Arrival
 
 
 def make_rng(stream: int, seed: int) -> np.random.Generator:
@@ -71,21 +33,16 @@ def make_lengths(text: str, count: int, max_len: int, seed: int) -> list[tuple[i
     equal shares. Raises ValueError."""
     if text in LENGTHS:
         return sample_lengths(text, count, max_len, seed)
-    pairs = [_parse_pair(part) for part in text.split(",")]
+    pairs = []
+    for part in text.split(","):
+        prompt_len, _, output_len = part.partition("+")
+        pairs.append((int(prompt_len), int(output_len)))
     if any(min(pair) < 1 or sum(pair) > max_len for pair in pairs):
-        form = f"{', '.join(LENGTHS)} or PROMPT+OUTPUT, as in 500+50,20+5, of at most {max_len}"
-        raise ValueError(f"--lengths {text!r:.60}: must be {form}, --max-len less --shared-prefix")
+        form = f"PROMPT+OUTPUT, of at most {max_len} tokens"
+        raise ValueError(f"--lengths {text}: must be {form}, --max-len less --shared-prefix")
     if len(pairs) > count:
         raise ValueError(f"--requests {count}: must be at least {len(pairs)}, as --lengths has")
     return [pairs[(i * len(pairs) - 1) // count] for i in range(1, count + 1)]
-
-
-def _parse_pair(text: str) -> tuple[int, int]:
-    """The pair of a text like "500+50". (0, 0) if it is none."""
-    pair = re.fullmatch(r" *(\d{1,15}) *\+ *(\d{1,15}) *", text)
-    if not pair:
-        return 0, 0
-    return int(pair[1]), int(pair[2])
 
 
 def sample_lengths(name: str, count: int, max_len: int, seed: int) -> list[tuple[int, int]]:
@@ -144,82 +101,42 @@ def poisson(lengths: Sequence[tuple[int, int]], qps: float, seed: int) -> list[A
 
 
 def rescale(arrivals: Sequence[Arrival], qps: float) -> list[Arrival]:
-    """The same at `qps` per second on average, from 0 on. Raises ValueError if all come at once."""
+    """The same at `qps` per second on average, from 0 on. They may not all come at once."""
     first = arrivals[0].time
     span = arrivals[-1].time - first
-    if not span:
-        raise ValueError(f"arrivals: {len(arrivals)}, all at one time, have no rate")
     return [a._replace(time=(a.time - first) / span * (len(arrivals) - 1) / qps) for a in arrivals]
 
 
 def read_trace(
-    file: str | Path, max_len: int, scale: float = 1, count: int = 10**9
+    file: str | Path, max_len: int, count: int | None = None
 ) -> tuple[list[Arrival], int]:
-    """Read a server's log, a CSV file with TRACE_COLUMNS. Returns (arrivals, left_out).
+    """Read a server's log: (arrivals, left_out). It is a CSV file with the columns `arrived_at`, in
+    seconds, `num_prefill_tokens` and `num_decode_tokens`.
 
-    The first arrives at 0. Lengths are multiplied by `scale` and rounded, to at least one token.
-    The first `count` requests with prompt + output <= max_len are kept; `left_out` were passed
-    over. Raises ValueError and OSError."""
-    rows = read_columns(file, TRACE_COLUMNS)
-    rows.sort(key=lambda row: row[0])  # ties stay in order
+    The first arrives at 0. The first `count` requests with prompt + output <= max_len are kept;
+    `left_out` were passed over. Raises ValueError if none is kept."""
+    with open(file, encoding="utf-8-sig", newline="") as log:
+        rows = [
+            Arrival(
+                time=float(row["arrived_at"]),
+                prompt_len=int(row["num_prefill_tokens"]),
+                output_len=int(row["num_decode_tokens"]),
+            )
+            for row in csv.DictReader(log, skipinitialspace=True)
+        ]
+    rows.sort(key=lambda arrival: arrival.time)  # ties stay in order
     arrivals: list[Arrival] = []
     left_out = 0
-    for time, prompt_tokens, output_tokens in rows:
+    for arrival in rows:
         if len(arrivals) == count:
             break
-        prompt_len = max(1, round(prompt_tokens * scale))
-        output_len = max(1, round(output_tokens * scale))
-        if prompt_len + output_len > max_len:
+        if arrival.prompt_len + arrival.output_len > max_len:
             left_out += 1
         else:
-            arrivals.append(Arrival(time, prompt_len, output_len))
+            arrivals.append(arrival)
     if not arrivals:
-        raise ValueError(f"{file}: none of its {len(rows)} requests fits {max_len=} at {scale=}")
+        raise ValueError(f"{file}: none of its {len(rows)} requests fits {max_len=}")
     return [a._replace(time=a.time - arrivals[0].time) for a in arrivals], left_out
-
-
-def read_columns(file: str | Path, columns: Mapping[str, FieldType]) -> list[list[float]]:
-    """The rows of a CSV file that has a header and at least these columns, in their order.
-
-    Raises ValueError or OSError."""
-    rows = []
-    with open(file, encoding="utf-8-sig", errors="replace", newline="") as log:
-        reader = csv.reader(log, strict=True, skipinitialspace=True)
-        try:
-            header = [name.strip() for name in next(reader, [])]
-            _check_header(header, columns)
-            for fields in reader:
-                if not fields:  # a blank line
-                    continue
-                if len(fields) != len(header):
-                    raise ValueError(f"{len(fields)} fields: must be {len(header)}")
-                row = dict(zip(header, fields, strict=True))
-                rows.append(
-                    [parse_field(name, row[name], field) for name, field in columns.items()]
-                )
-        except (ValueError, csv.Error) as error:
-            raise ValueError(f"{file} line {reader.line_num or 1}: {error}") from error
-    if not rows:
-        raise ValueError(f"{file}: nothing after the header: must have at least one row")
-    return rows
-
-
-def _check_header(header: Sequence[str], columns: Mapping[str, FieldType]) -> None:
-    """Raises ValueError unless each of the columns is once in the header."""
-    for name in columns:
-        times = header.count(name)
-        if times != 1:
-            counted = f"column {name!r} is {times} times in the header {reprlib.repr(header)}"
-            raise ValueError(f"{counted}: must have each of {', '.join(columns)} once")
-
-
-def parse_field(column: str, text: str, field: FieldType) -> float:
-    """The number in a field. Raises ValueError if the column may not hold it."""
-    with suppress(ValueError):
-        value = float(text)
-        if field.allows(value):
-            return value
-    raise ValueError(f"{column}={reprlib.repr(text)}: must be {field.description}")
 
 
 # ---- Prompts ------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 Read first: simulation.py, lab/measure/machine.py. Read next: lab/commands/serve.py."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 
 from config import EngineConfig
@@ -83,7 +82,6 @@ class SimulatedMachine(CountingMachine):
             ),
             model=model,
             dtype="16 bits",
-            constants=asdict(device),
         )
         self.notes = f"constants: {device.source}\n"
         if self.micro_batches > 1:

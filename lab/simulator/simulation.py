@@ -10,7 +10,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -76,11 +76,9 @@ def run_simulation(
     if simulation.config.prefix_caching and prompts is None:
         raise ValueError("prompts=None: prefix_caching needs their token ids")
     run = LoadRun(simulation, arrivals, prompts, **watching).run()
-    cost = simulation.cost
     busy_s = sum(simulation.busy.values())
-    cpu_s = simulation.batches * cost.pp * cost.cpu_s
     return Simulated(
-        run=replace(run, own_fraction=cpu_s / (busy_s or 1.0)),
+        run=run,
         batches=simulation.batches,
         busy=simulation.busy,
         utilisation=busy_s / (len(simulation.busy) * run.seconds or 1.0),
