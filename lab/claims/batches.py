@@ -59,13 +59,13 @@ def saturation(lab: Lab) -> Result:
         if tokens <= 512:  # more decodes may not fit
             sequences["decode"] = [decodes(tokens, 1024)]
         times = lab.time(sequences, layers=1)
-        result.add(
-            tokens, {f"{kind}, tokens/ms": each.tokens_per_ms for kind, each in times.items()}
-        )
+        for kind, time in times.items():
+            result.add(tokens, {f"{kind}, tokens/ms": time.tokens_per_ms})
         if "decode" in times:
             intensity = times["decode"].intensity["products"]
             result.add(tokens, {"decode, flops per byte / ridge": intensity / lab.ridge})
-    prefill, decode = (result.column(f"{kind}, tokens/ms") for kind in ("prefill", "decode"))
+    prefill = result.column("prefill, tokens/ms")
+    decode = result.column("decode, tokens/ms")
     saturates = saturation_of(prefill)
     if lab.name == GPT3_LAYER.name:
         result.publish("tokens at which a layer of GPT-3 peaks", 256, saturates)
@@ -204,10 +204,11 @@ def small_chunks(lab: Lab) -> Result:
     result = Result("chunk")
     for size in sizes:
         chunks = chunks_of(length, lab.scaled(size))
-        times = lab.time({"chunks": chunks, "whole": [prompts(1, length)]})
-        whole = times["whole"]
-        result.add(size, {"attention": times["chunks"].attention_ms / whole.attention_ms})
-        result.add(size, {"prefill": times["chunks"].total_ms / whole.total_ms})
+        times = lab.time({"chunks": chunks, "prompt": [prompts(1, length)]})
+        cut = times["chunks"]
+        prompt = times["prompt"]
+        result.add(size, {"attention": cut.attention_ms / prompt.attention_ms})
+        result.add(size, {"prefill": cut.total_ms / prompt.total_ms})
     if not lab.is_small:
         names = {size: f"sarathi:{size}" for size in sizes}
         gains = lab.gains(["request-level", *names.values()], 1024, 18, 256 / 17)

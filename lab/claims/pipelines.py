@@ -86,7 +86,7 @@ def pipeline_and_replicas(lab: PaperLab) -> Result:
         "bubbles of Orca over SARATHI's": 6.29,
     }
     lengths = zipf_lengths(1024, 4096, 0.4, 10, 10_000, 0)
-    arrivals = [Arrival(0.0, *pair) for pair in lengths]
+    arrivals = [Arrival(0.0, prompt, output) for prompt, output in lengths]
     result = Result("variant")
     for variant, chunk, tile, layer_s in [("as published", 256, 128, 0), ("fitted", 282, 1, 3e-4)]:
         pipeline, replica = gpt_3_with(layer_s)
@@ -110,9 +110,9 @@ def pipeline_and_replicas(lab: PaperLab) -> Result:
             "sarathi, TP 8 x PP 8": sarathi,
         }
         result.picture = result.picture or partial(draw_bubbles, runs)  # as published
-    row = result.rows["as published"]
-    over_replicas, over_orca = row["SARATHI over replicas"], row["SARATHI over Orca"]
-    result.expect("Orca < replicas < SARATHI", (over_orca or 0) > (over_replicas or 0) > 1)
+    over_replicas = result.column("SARATHI over replicas")["as published"]
+    over_orca = result.column("SARATHI over Orca")["as published"]
+    result.expect("Orca < replicas < SARATHI", over_orca > over_replicas > 1)
     return result
 
 

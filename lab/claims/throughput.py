@@ -163,7 +163,7 @@ def slots_used(lab: PaperLab) -> Result:
     steps = [(1, prompt + output) for prompt, output in lengths]
     result = Result("a step is", ".3f")
     for unit, load in {"a token": steps, "an iteration": lengths}.items():
-        arrivals = [Arrival(0.0, *pair) for pair in load * 16]
+        arrivals = [Arrival(0.0, prompt, output) for prompt, output in load * 16]
         for name, policy in {"static": "request-level", "continuous": "orca"}.items():
             run = lab.offline(policy, arrivals, batch=4, max_len=1024, record=True).run
             result.add(unit, {name: fmean(each.running / 4 for each in run.iterations)})
