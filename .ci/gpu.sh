@@ -26,7 +26,7 @@ if [ "$mebibytes" -ge 75000 ]; then preset=llama-13b  # SARATHI's on one GPU
 elif [ "$mebibytes" -ge 36000 ]; then preset=llama3-8b
 elif [ "$mebibytes" -ge 22000 ]; then preset=llama3-8b max_len=2048
 elif [ "$mebibytes" -ge 8000 ]; then preset=gpt2-xl serving=gpt2-xl
-else preset=llama-160m serving=llama-160m; fi
+else preset=wide-160m serving=wide-160m; fi
 serving=${PRESET:-$serving}
 preset=${PRESET:-$preset}
 [[ $preset != gpt2* ]] || max_len=1024

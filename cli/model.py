@@ -11,7 +11,7 @@ from cyclopts.types import NonNegativeInt, PositiveInt
 from policies import ALL_POLICIES
 from pretrained.presets import PRESETS
 
-SMALL_PRESET = "llama-160m"  # the geometry where none is named, and no large GPU is there
+SMALL_PRESET = "wide-160m"  # the geometry where none is named, and no large GPU is there
 
 
 @Parameter(name="*")

@@ -35,8 +35,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # This repository's own, the default where there is no GPU. Wide and shallow, with grouped heads
     # of 128 and a vocabulary of bytes: attention and the output head take about the share of an
     # iteration that they take in a large model.
-    "llama-160m": dict(n_layer=6, n_head=12, n_kv_head=2, n_embd=1536, n_inner=4608,
-                       vocab_size=256, max_positions=8192, tie_embeddings=True),
+    "wide-160m": dict(n_layer=6, n_head=12, n_kv_head=2, n_embd=1536, n_inner=4608,
+                      vocab_size=256, max_positions=8192, tie_embeddings=True),
 
     "llama-7b": dict(n_layer=32, n_head=32, n_embd=4096, n_inner=11008, norm_eps=1e-6),
     "llama-13b": dict(n_layer=40, n_head=40, n_embd=5120, n_inner=13824, norm_eps=1e-6),

@@ -10,9 +10,9 @@ import pytest
 
 import bench
 from lab.claims import CLAIMS
-from lab.claims.claim import Claim, Found, agreement, plain
+from lab.claims.claim import Claim, Result, agreement, plain
 from lab.claims.labs import PaperLab
-from lab.commands import paper_run
+from lab.claims.systems import MISTRAL_7B
 from lab.measure.capacity import Bounded, values_above_quantile
 from lab.simulator.cost_model import CostModel, LayerSeconds
 from request import Batch
@@ -21,12 +21,6 @@ from tests.helpers import with_slow
 FILE = Path(__file__).parents[1] / "results/simulated/simulated.json"
 KEPT = json.loads(FILE.read_text("utf-8"))["claims"]
 FAST = set("S-F3 S-F4 S-F7 S-F8 S-F10 S-4.3.1 S-4.4 SS-F7 SS-F8 SS-F9 SS-F14 SS-T3 D-F1".split())
-
-
-def found_on(claim_id: str, system: int = 0) -> Found:
-    """What a claim finds on a system of its paper."""
-    claim = CLAIMS[claim_id]
-    return claim.function(PaperLab(claim.systems[system]))
 
 
 def nine_digits(value):
@@ -39,16 +33,33 @@ def nine_digits(value):
 @pytest.mark.parametrize("claim_id", with_slow(CLAIMS, fast=FAST))
 def test_numbers_are_those_of_the_results(claim_id):
     """Fast ones are single batches, short runs, and what is counted."""
-    kept = KEPT[claim_id]["cost model"]
-    for place, system in enumerate(CLAIMS[claim_id].systems):
-        row = json.loads(json.dumps(found_on(claim_id, place).to_json()))
-        assert nine_digits(row) == nine_digits(kept[system.name])
+    claim = CLAIMS[claim_id]
+    for system in claim.systems:
+        result = claim.function(PaperLab(system)).to_json()
+        assert nine_digits(result) == nine_digits(KEPT[claim_id]["cost model"][system.name])
 
 
 def test_the_results_have_every_claim_and_every_relation_holds():
     assert KEPT.keys() == CLAIMS.keys()
-    found = [(name, each) for name, row in KEPT.items() for each in row["cost model"].values()]
-    assert [name for name, each in found if not each["holds"]] == []
+    rows = [row for claim in KEPT.values() for row in claim["cost model"].values()]
+    assert all(row["holds"] for row in rows)
+
+
+def test_a_load_is_served_once_for_all_slos_and_no_capacity_changes(monkeypatch):
+    monkeypatch.setattr(PaperLab, "requests", 48)
+    lab = PaperLab(MISTRAL_7B)
+    run_at = lab.run_at
+    loads = []
+
+    def counted(*args):
+        loads.append(args[:4])
+        return run_at(*args)
+
+    monkeypatch.setattr(lab, "run_at", counted)
+    for slo_s, is_longer in ((0.1, False), (0.07, False), (0.5, True)):
+        server = ("vllm", 16, "sharegpt4", slo_s)
+        assert lab.capacity_at(*server) == PaperLab(MISTRAL_7B).capacity_at(*server)
+        assert (len(loads) > len(set(loads))) == is_longer
 
 
 # ---- systems that are broken on purpose
@@ -101,26 +112,26 @@ BROKEN = [  # (a claim, what is replaced, by what)
 
 @pytest.mark.parametrize("claim_id, owner, name, new", BROKEN)
 def test_a_claim_does_not_hold_on_a_broken_system(claim_id, owner, name, new, monkeypatch):
-    assert found_on(claim_id).holds
+    claim = CLAIMS[claim_id]
     old = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args: new(old, *args))
-    assert not found_on(claim_id).holds
+    assert not claim.function(PaperLab(claim.systems[0])).holds
 
 
 # ---- the frame
 
 
-def made_up() -> Found:
+def made_up() -> Result:
     """Numbers of the text: 5 % and 20 % off and unknown; one of each other source; two bounds."""
-    found = Found("x")
-    found.publish("a", 100, 105.0)
-    found.publish("b", 100, 80.0)
-    found.publish("c", 100, None)
-    found.publish("data", 100, 109.0, "data")
-    found.publish("fitted", 100, 200.0, "fitted")
-    found.publish("met", Bounded(2, "at least"), 2.5)
-    found.publish("not met", Bounded(2, "below"), 2.5)
-    return found
+    result = Result("x")
+    result.publish("a", 100, 105.0)
+    result.publish("b", 100, 80.0)
+    result.publish("c", 100, None)
+    result.publish("data", 100, 109.0, "data")
+    result.publish("fitted", 100, 200.0, "fitted")
+    result.publish("met", Bounded(2, "at least"), 2.5)
+    result.publish("not met", Bounded(2, "below"), 2.5)
+    return result
 
 
 def test_each_number_is_counted_once_by_its_source():
@@ -130,31 +141,27 @@ def test_each_number_is_counted_once_by_its_source():
 
 
 def test_a_table_has_a_row_for_each_x_and_gaps():
-    found = Found("B", ".1f")
-    found.add(3, {"p": 1.0})
-    found.add(4, {"q": Bounded(2.0, "at least")})
-    rows = [line.strip("|").split("|") for line in found.markdown().splitlines()]
-    cells = [[cell.strip() for cell in row] for row in rows]
-    assert cells[0] == ["B", "p", "q"]
-    assert cells[2:] == [["3", "1.0", "-"], ["4", "-", "at least 2.0"]]
-    assert found.column("p") == {"3": 1.0}
-    assert plain(found.rows) == {"3": {"p": 1.0}, "4": {"q": "at least 2"}}
+    result = Result("B", ".1f")
+    result.add(3, {"p": 1.0})
+    result.add(4, {"q": Bounded(2.0, "at least")})
+    head, _, *rows = result.markdown().replace(" ", "").splitlines()
+    assert head == "|B|p|q|"
+    assert rows == ["|3|1.0|-|", "|4|-|atleast2.0|"]
+    assert plain(result.rows) == {"3": {"p": 1.0}, "4": {"q": "at least 2"}}
 
 
 def test_a_claim_is_measured_only_where_the_ridge_is_high_enough():
     claim = Claim("S-F3", "", made_up, (), "quick", least_ridge=72)
     assert claim.missing_ridge(72) == ""
-    assert "72" in claim.missing_ridge(13) and "13" in claim.missing_ridge(13)
+    assert "72" in claim.missing_ridge(13)
 
 
-@pytest.mark.parametrize(
-    "count, quantile", [(1, 0.99), (2, 0.5), (7, 0.5), (100, 0.99), (350, 0.99)]
-)
+@pytest.mark.parametrize("count, quantile", [(1, 0.99), (7, 0.5), (350, 0.99)])
 def test_so_many_long_values_lift_a_quantile(count, quantile):
     needed = values_above_quantile(count, quantile)
-    for long, is_above in ((needed, True), (needed - 1, False)):
+    for long in (needed, needed - 1):
         values = [1.0] * (count - long) + [2.0] * long
-        assert (np.quantile(values, quantile) > 2 - 1e-9) == is_above
+        assert (np.quantile(values, quantile) > 2 - 1e-9) == (long == needed)
 
 
 # ---- the command
@@ -168,13 +175,7 @@ def test_the_command_computes_measures_and_writes(tmp_path):
     report = json.loads(out.read_text("utf-8"))
     assert report["commit"] and report["date"] and report["machine"]["attention"]
     assert not any("cost model" in row for row in report["claims"].values())
-    (found,) = report["claims"]["S-F13"]["here"].values()
-    assert found["rows"]["64"]["attention"] > 0 and len(found["published"]) == 5
+    (result,) = report["claims"]["S-F13"]["here"].values()
+    assert result["rows"]["64"]["attention"] > 0 and len(result["published"]) == 5
     assert report["claims"]["S-F12"]["here"] == {} and report["claims"]["S-F12"]["notes"]
     assert {file.name for file in tmp_path.glob("*.png")} == {"p-S-F13.png", "p-SS-F7.png"}
-
-
-def test_an_unknown_claim_is_refused():
-    with pytest.raises(ValueError, match="S-F99"):
-        bench.main(["paper", "S-F99"])
-    assert set(paper_run.PICTURES) < CLAIMS.keys()

@@ -163,8 +163,8 @@ def test_a_model_has_the_positions_that_it_must():
 @pytest.mark.parametrize(
     "capability, gpu_bytes, preset, dtype",
     [
-        ((7, 5), 16e9, "llama-160m", "float16"),  # T4
-        ((8, 0), 40e9, "llama-160m", "bfloat16"),  # A100
+        ((7, 5), 16e9, "wide-160m", "float16"),  # T4
+        ((8, 0), 40e9, "wide-160m", "bfloat16"),  # A100
         ((9, 0), 80e9, "llama-13b", "bfloat16"),  # H100
     ],
 )

@@ -23,7 +23,9 @@ def two_pools(pools="1:1", layer_wise=False):
     """What was seen of two pools in little memory over a slow link, and its Recorder."""
     cost = CostModel.named("llama3-8b")
     config = EngineConfig(chunk=1024, max_batch=16, max_len=2048, page_size=64, pages=64)
-    kv_link = KVLink.of(cost, SLOW, layer_wise=layer_wise)
+    kv_link = KVLink.of(cost, SLOW)
+    if not layer_wise:
+        kv_link = kv_link._replace(layers=1)
     recorder = Recorder()
     simulated = simulate_pools(
         cost, config, a_load(), Pools.parse(pools), kv_link, recorder=recorder

@@ -1,4 +1,4 @@
-"""Two pools on a virtual clock: link times by hand, limits, the order of what happens, and `serve`.
+"""Two pools on a clock that counts: times of the link by hand, limits, and `serve`.
 
 Times of the LAW are sums of binary fractions: no sum is rounded, and == may be asked."""
 
@@ -13,26 +13,20 @@ from lab.measure.metrics import find_stalls
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import LINKS, Link
-from lab.simulator.pools import KVLink, PoolSimulation, Ports, simulate_pools
+from lab.simulator.pools import KVLink, Ports, simulate_pools
 from lab.simulator.simulation import simulate
 from policies.pools import Pools
 from tests.test_simulation import Law
 
-SERVE = "--simulate a100-80gb --preset llama3-8b --max-len 1024 --requests 12 --qps 20"
-
 LINK = Link(bytes_per_s=1024, step_s=0.25)
-INFINITE = KVLink(Link(bytes_per_s=float("inf"), step_s=0.0), token_bytes=1.0)
 CONFIG = EngineConfig("sarathi-serve", chunk=64, max_batch=8, max_len=128, page_size=4, pages=256)
-ONE_TO_ONE = Pools(1, 1)
-
-
 # a second for each 8 tokens, and at least one second
-LAW = Law(seconds=lambda batch: max(1.0, sum(length for _, _, length in batch) / 8))
+LAW = Law(lambda batch: max(1.0, sum(length for _, _, length in batch) / 8))
 
 
-def serve_pools(arrivals, kv_link, pools=ONE_TO_ONE, config=CONFIG, **options):
+def serve_pools(arrivals, kv_link, pools="1:1", config=CONFIG):
     """The Run of some requests by two pools with the LAW."""
-    return simulate_pools(LAW, config, arrivals, pools, kv_link, **options).run
+    return simulate_pools(LAW, config, arrivals, Pools.parse(pools), kv_link).run
 
 
 @pytest.mark.parametrize(
@@ -47,28 +41,27 @@ def serve_pools(arrivals, kv_link, pools=ONE_TO_ONE, config=CONFIG, **options):
     ],
 )
 def test_the_end_of_a_transfer_is_as_computed_by_hand(layers, token_bytes, end):
-    kv_link = KVLink(LINK, token_bytes, layers)
-    run = serve_pools([Arrival(0.0, 64, 3)], kv_link)
+    run = serve_pools([Arrival(0.0, 64, 3)], KVLink(LINK, token_bytes, layers))
     (sent,) = run.transfers
     assert (sent.prefilled, sent.end, sent.tokens) == (8.0, end, 64)
-    assert sent.exposed_s == end - 8.0 and sent.waited_s == 0.0
-    (completion,) = run.completions
-    assert completion.token_times == [8.0, end + 1.0, end + 2.0]
+    assert (sent.waited_s, sent.exposed_s) == (0.0, end - 8.0)
+    (request,) = run.completions
+    assert request.token_times == [8.0, end + 1.0, end + 2.0]
 
 
-def test_layers_of_a_batch_are_sent_after_each_other():
-    # two prompts of 32 tokens in a batch of 8 s; a layer of one takes 0.25 + 0.25 s
-    run = serve_pools([Arrival(0.0, 32, 2), Arrival(0.0, 32, 2)], KVLink(LINK, 32, 4))
-    assert [sent.end for sent in run.transfers] == [8.5, 9.0]
-
-
-def test_two_senders_share_the_port_of_a_receiver():
-    arrivals = [Arrival(0.0, 64, 2), Arrival(0.0, 64, 2)]
-    run = serve_pools(arrivals, KVLink(LINK, 16), pools=Pools(2, 1))
-    assert [sent.source for sent in run.transfers] == [0, 1]
-    assert [sent.end for sent in run.transfers] == [9.25, 10.5]
-    run = serve_pools(arrivals, KVLink(LINK, 16), pools=Pools(2, 2))
-    assert [sent.end for sent in run.transfers] == [9.25, 9.25]
+@pytest.mark.parametrize(
+    "prompt, pools, kv_link, ends",
+    [
+        # two prompts in a batch of 8 s; a layer of one takes 0.25 + 0.25 s
+        (32, "1:1", KVLink(LINK, 32, 4), [8.5, 9.0]),
+        # two senders share the port of a receiver, or each has its own
+        (64, "2:1", KVLink(LINK, 16), [9.25, 10.5]),
+        (64, "2:2", KVLink(LINK, 16), [9.25, 9.25]),
+    ],
+)
+def test_transfers_wait_for_each_other_at_a_port(prompt, pools, kv_link, ends):
+    run = serve_pools([Arrival(0.0, prompt, 2)] * 2, kv_link, pools)
+    assert [sent.end for sent in run.transfers] == ends
 
 
 def test_a_port_is_not_held_while_it_waits_for_the_next_layer():
@@ -76,42 +69,35 @@ def test_a_port_is_not_held_while_it_waits_for_the_next_layer():
     slow = ports.send(0, 2, first=1.0, last=100.0, layers=100, layer_s=0.25)
     fast = ports.send(1, 2, first=30.0, last=30.0, layers=1, layer_s=1.0)
     assert (slow, fast) == (100.25, 31.0)
-    assert ports.free == {0: 26.0, 1: 31.0, 2: 31.0}
 
 
-@pytest.mark.parametrize("preset, tp", [("llama3-8b", 1), ("llama2-70b", 4)])
-def test_the_bytes_on_a_link_are_those_of_the_cache(preset, tp):
-    cost = CostModel.named(preset, tp=tp)
-    config = cost.config
-    token_bytes = 2 * 2 * config.n_layer * config.n_kv_head * config.head_dim  # K, V; 16 bits
-    assert KVLink.of(cost, LINKS["infiniband"]).token_bytes * tp == token_bytes
-    assert KVLink.of(cost, LINKS["ethernet"]).token_bytes == token_bytes  # shared by the GPUs
-    assert KVLink.of(cost, LINKS["ethernet"]).layers == config.n_layer
-    assert KVLink.of(cost, LINKS["ethernet"], layer_wise=False).layers == 1
+def test_the_bytes_on_a_link_are_those_of_the_cache():
+    cost = CostModel.named("llama2-70b", tp=4)
+    token_bytes = 2 * 2 * 80 * 8 * 128  # K and V of 16 bits, 80 layers, 8 heads
+    assert KVLink.of(cost, LINKS["infiniband"]) == (LINKS["infiniband"], token_bytes / 4, 80)
+    shared = KVLink.of(cost, LINKS["ethernet"])  # by the GPUs of a node
+    assert shared.token_bytes == token_bytes
 
 
-@pytest.mark.parametrize("layers", [1, 32])
 @pytest.mark.parametrize("cuts_prompts", [True, False])
-def test_one_request_and_an_infinite_link_are_one_engine(cuts_prompts, layers):
+def test_one_request_and_an_infinite_link_are_one_engine(cuts_prompts):
     cost = CostModel.named("llama3-8b")
     config = replace(CONFIG, max_len=4096, pages=4096, chunk=512 if cuts_prompts else 4096)
     arrivals = [Arrival(0.5, 2000, 50)]
     (alone,) = simulate(cost, config, arrivals).run.completions
-    kv_link = INFINITE._replace(layers=layers)
-    run = simulate_pools(cost, config, arrivals, ONE_TO_ONE, kv_link, cuts_prompts=cuts_prompts)
-    (pooled,) = run.run.completions
+    kv_link = KVLink(Link(bytes_per_s=float("inf"), step_s=0.0), token_bytes=1.0, layers=32)
+    pools = Pools(1, 1)
+    run = simulate_pools(cost, config, arrivals, pools, kv_link, cuts_prompts=cuts_prompts).run
+    (pooled,) = run.completions
     assert pooled.token_times == pytest.approx(alone.token_times, rel=1e-12)
-    assert pooled.scheduled == alone.scheduled == 0.5
 
 
 def test_a_request_is_sent_again_after_a_preemption():
     config = replace(CONFIG, pages=32, chunk=128)
     run = serve_pools([Arrival(0.0, 50, 60)] * 2, KVLink(LINK, 1), config=config)
-    first, second = run.completions
-    assert (first.preemptions, second.preemptions) == (0, 1)  # the newest
-    assert len(first.token_times) == len(second.token_times) == 60
+    assert [request.preemptions for request in run.completions] == [0, 1]  # the newest
+    assert [len(request.token_times) for request in run.completions] == [60, 60]
     assert [sent.request_id for sent in run.transfers] == [0, 1, 1]
-    assert run.transfers[2].tokens > 50
     # between its first token, or that of a later prefill, and the end of its transfer none decodes
     for sent in run.transfers:
         for iteration in run.iterations:
@@ -127,17 +113,12 @@ def test_a_decode_does_not_stall_for_prefills_on_another_instance():
     assert find_stalls(together.completions, together.iterations) != []
 
 
-def test_a_pipeline_has_no_pools():
-    with pytest.raises(ValueError, match="^pp=2: must be 1"):
-        PoolSimulation(Law(pp=2), CONFIG, ONE_TO_ONE, INFINITE)
-
-
 def test_serve_compares_two_pools_with_as_many_replicas(tmp_path):
     file = tmp_path / "serve.json"
-    words = f"serve {SERVE} --policies sarathi-serve --pools 1:2"
-    bench.main([*words.split(), f"--json={file}"])
+    load = "--simulate a100-80gb --preset llama3-8b --max-len 1024 --requests 12 --qps 20"
+    policies = "--policies sarathi-serve --pools 1:2"
+    bench.main(["serve", *load.split(), *policies.split(), "--json", str(file)])
     report = json.loads(file.read_text("utf-8"))
     assert report["options"]["replicas"] == 3
-    runs = report["runs"]
-    assert list(runs) == ["sarathi-serve", "pools 1:2", "pools 1:2 chunks"]
-    assert all(run["finished"] == 12 for run in runs.values())
+    assert list(report["runs"]) == ["sarathi-serve", "pools 1:2", "pools 1:2 chunks"]
+    assert all(run["finished"] == 12 for run in report["runs"].values())

@@ -112,8 +112,8 @@ def test_the_simulator_counts_what_is_off_as_its_results_do():
 
 
 def test_the_usage_runs(capsys):
-    assert "llama-160m" in USAGE
-    exec(USAGE.replace("llama-160m", "llama-tiny"), {})
+    assert "wide-160m" in USAGE
+    exec(USAGE.replace("wide-160m", "llama-tiny"), {})
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 2 and all("] length 0." in line for line in printed)
 

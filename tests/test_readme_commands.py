@@ -113,7 +113,7 @@ def test_a_server_starts_and_what_asks_it_runs(folder, capsys):
                 answer = subprocess.run([*words, "--fail"], capture_output=True, check=True)
                 assert answer.stdout.count(b"data: ") > 20
         (client,) = re.findall(r"```python\n(.*?)```", TEXTS["server/"], flags=re.DOTALL)
-        exec(client.replace("8000", port).replace("llama-160m", "llama-tiny"), {})
+        exec(client.replace("8000", port).replace("wide-160m", "llama-tiny"), {})
         assert capsys.readouterr().out
         server.send_signal(signal.SIGTERM)
         assert server.wait() == -signal.SIGTERM

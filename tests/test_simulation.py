@@ -1,4 +1,4 @@
-"""Simulated schedules, held against a replay chunk by chunk, times by hand, and nano.py.
+"""Simulated schedules, held against a replay chunk by chunk, times by hand, and the engine.
 
 All times here are sums of binary fractions, unless a CostModel makes them: no sum is rounded, and
 == may be asked."""
@@ -21,32 +21,30 @@ from policies import POLICIES
 from runtime.runner import Runner
 from tests.helpers import GROWING, IN_ORDER, facts, tiny_model
 
-MODEL = tiny_model()
 # pages for each micro-batch: for max_batch requests of max_len, and for hardly more than one
 AMPLE = 32
 LITTLE = 10
 CONFIG = EngineConfig("vllm", chunk=8, max_batch=4, max_len=32, page_size=4, pages=AMPLE)
-under_all_policies = pytest.mark.parametrize("policy", POLICIES)
+ALONE = replace(CONFIG, policy="orca", chunk=32, max_batch=1, page_size=32, pages=8)
 in_much_and_little_memory = pytest.mark.parametrize("pages", [AMPLE, LITTLE])
+on_one_and_four = pytest.mark.parametrize("pp, replicas", [(1, 1), (2, 2)])
 
 
 class Law:
-    """The cost of a batch: `seconds` of it on every stage, on odd ones half more if `uneven`."""
+    """The cost of a batch: `seconds` of it on every stage, and half more on odd ones if uneven."""
 
     cpu_s = 0.0
     tile = 1
 
-    def __init__(self, pp=1, hop=0.0, seconds=None, uneven=False):
+    def __init__(self, seconds=None, pp=1, hop=0.0, uneven=False):
+        self.seconds = seconds or by_tokens
         self.pp = pp
         self.hop = hop
-        self.seconds = seconds or by_tokens
-        self.uneven = uneven
+        self.odd = 1.5 if uneven else 1
 
     def stages(self, batch):
         seconds = self.seconds(batch)
-        factor = 1.5 if self.uneven else 1
-        stages = [seconds * (factor if stage % 2 else 1) for stage in range(self.pp)]
-        return StageTimes(stages, self.hop)
+        return StageTimes([seconds * self.odd ** (stage % 2) for stage in range(self.pp)], self.hop)
 
 
 def by_tokens(batch):
@@ -56,15 +54,19 @@ def by_tokens(batch):
     return max(8, tokens) / 64 + pairs / 1024
 
 
+def a_second(batch):
+    return 1.0
+
+
 def random_arrivals(seed, count=16, mean_gap=0.25):
     """Requests of 2 to 32 tokens, at random multiples of 1 / 1024 s, or some of them at once."""
-    rng = random.Random(seed)
+    draw = random.Random(seed)
     time = 0
     arrivals = []
     for _ in range(count):
-        if rng.random() < 0.5 and mean_gap:
-            time += round(1024 * rng.expovariate(1 / mean_gap))
-        arrivals.append(Arrival(time / 1024, rng.randint(1, 20), rng.randint(1, 12)))
+        if draw.random() < 0.5 and mean_gap:
+            time += round(1024 * draw.expovariate(1 / mean_gap))
+        arrivals.append(Arrival(time / 1024, draw.randint(1, 20), draw.randint(1, 12)))
     return arrivals
 
 
@@ -72,102 +74,100 @@ def at_once(*lengths):
     return [Arrival(0.0, *pair) for pair in lengths]
 
 
-def replay(simulation, run, arrivals):
-    """The times of all tokens, followed chunk by chunk: each goes on where the last one ended, and
-    its batch is on each stage as soon as the stage and the batch are ready."""
-    pp = simulation.pp
-    computed = Counter()
-    token_times = [[] for _ in arrivals]
-    free = Counter()  # when a stage has finished
-    left = Counter()  # when a micro-batch has left its last stage
-    busy = Counter()
-    waited = Counter()
-    rows = iter(simulation.stage_runs)
-    for iteration in run.iterations:
-        for i in iteration.preempted:
-            computed[i] = 0
+class Replay:
+    """A run followed chunk by chunk: each goes on where the last one of its request ended, and its
+    batch is on each stage as soon as the stage and the batch are ready."""
+
+    def __init__(self, simulation, arrivals):
+        self.cost = simulation.cost
+        self.arrivals = arrivals
+        self.stage_runs = iter(simulation.stage_runs)
+        self.token_times = [[] for _ in arrivals]
+        self.computed = Counter()  # of each request, since its last preemption
+        self.tokens = Counter()  # that were computed for it in all
+        self.preemptions = Counter()
+        self.waited = Counter()
+        self.free = Counter()  # when a stage has finished
+        self.busy = Counter()
+        self.left = Counter()  # when a micro-batch has left its last stage
+        self.begun = set()
+        self.overtakes = False
+
+    def follow(self, iteration):
+        for request in iteration.preempted:
+            self.computed[request] = 0
+            self.preemptions[request] += 1
+            self.begun.discard(request)
+        self.check_times(iteration)
+        for request, start, length, is_decode in iteration.chunks:
+            known = self.arrivals[request].prompt_len + len(self.token_times[request])
+            assert start == self.computed[request]
+            assert is_decode == (bool(self.token_times[request]) and start + 1 == known)
+            self.begun.add(request)
+            self.computed[request] += length
+            self.tokens[request] += length
+            if self.computed[request] == known:
+                self.token_times[request].append(iteration.end)
+        newest = max(chunk.request_id for chunk in iteration.chunks)
+        self.overtakes |= not self.begun.issuperset(range(newest))
+
+    def check_times(self, iteration):
         chunks = iteration.chunks
-        assert 0 < len(chunks) <= CONFIG.max_batch
+        number = iteration.micro_batch
         ready = iteration.start
-        assert ready >= left[iteration.micro_batch]
-        assert ready >= max(arrivals[i].time for i, *_ in chunks)
-        seconds, hop = simulation.cost.stages([chunk[:3] for chunk in chunks])
+        assert 0 < len(chunks) <= CONFIG.max_batch
+        assert ready >= max(self.arrivals[chunk.request_id].time for chunk in chunks)
+        assert ready >= self.left[number]
+        seconds, hop = self.cost.stages([chunk[:3] for chunk in chunks])
         for stage, duration in enumerate(seconds):
-            row = next(rows)
-            place = iteration.micro_batch // pp, stage
-            start = max(ready, free[place])
+            place = number // self.cost.pp, stage
+            row = next(self.stage_runs)
+            start = max(ready, self.free[place])
             end = start + duration
-            assert (row.replica, row.stage) == place
-            assert (row.start, row.end, row.chunks) == (start, end, chunks)
-            assert 0 <= row.bubble <= start - free[place]
-            waited.update({i: row.bubble for i, *_ in chunks})
-            busy[place] += duration
-            free[place] = end
+            assert (row.replica, row.stage, row.start, row.end) == (*place, start, end)
+            assert 0 <= row.bubble <= start - self.free[place]
+            for chunk in chunks:
+                self.waited[chunk.request_id] += row.bubble
+            self.busy[place] += duration
+            self.free[place] = end
             ready = end + hop
         assert iteration.end == end
-        left[iteration.micro_batch] = end
-        for i, start, length, is_decode in chunks:
-            known = arrivals[i].prompt_len + len(token_times[i])
-            assert start == computed[i]
-            assert is_decode == (bool(token_times[i]) and start + 1 == known)
-            computed[i] += length
-            if computed[i] == known:
-                token_times[i].append(end)
-    assert next(rows, None) is None
-    assert run.seconds == max(left.values())
-    assert simulation.busy == busy
-    assert list(simulation.bubbles.values()) == [waited[i] for i in range(len(arrivals))]
-    return token_times
+        self.left[number] = end
 
 
-def check_order(iterations):
-    """Who begins, for the first time or again, leaves no older request waiting."""
-    begun = set()
-    for iteration in iterations:
-        begun.difference_update(iteration.preempted)
-        computed = {chunk.request_id for chunk in iteration.chunks}
-        new = computed - begun
-        begun |= computed
-        assert begun.issuperset(range(max(new, default=0)))
-
-
-@pytest.mark.parametrize("pp, replicas", [(1, 1), (2, 2)])
+@on_one_and_four
 @in_much_and_little_memory
-@under_all_policies
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_token_is_computed_once_and_as_soon_as_it_can_be(policy, pages, pp, replicas):
     preemptions = 0
     config = replace(CONFIG, policy=policy, pages=pp * pages)
-    for seed, mean_gap in ((0, 0.25), (1, 0.0)):
-        arrivals = random_arrivals(seed, 24 * pp, mean_gap)
-        simulation = Simulation(Law(pp, 1 / 64, uneven=True), config, replicas=replicas)
-        observed = []
-        for scheduler in simulation.schedulers:
-            scheduler.observe = lambda _, seconds, observed=observed: observed.append(seconds)
+    for mean_gap in (0.25, 0.0):
+        arrivals = random_arrivals(0, 24 * pp, mean_gap)
+        simulation = Simulation(Law(None, pp, 1 / 64, uneven=True), config, replicas=replicas)
         run = LoadRun(simulation, arrivals).run()
-        token_times = replay(simulation, run, arrivals)
-        assert observed == [each.end - each.start for each in run.iterations]  # with all waiting
-        computed = Counter()
-        preempted = Counter()
+        replay = Replay(simulation, arrivals)
         for iteration in run.iterations:
-            preempted.update(iteration.preempted)
-            computed.update({i: length for i, _, length, _ in iteration.chunks})
-        for i, (arrival, done) in enumerate(zip(arrivals, run.completions, strict=True)):
-            assert (done.id, done.finish_reason) == (i, "length")
-            assert (done.arrival, done.prompt_len, len(done.output)) == arrival[:3]
-            assert done.token_times == token_times[i]
+            replay.follow(iteration)
+        assert next(replay.stage_runs, None) is None
+        for i, (arrival, request) in enumerate(zip(arrivals, run.completions, strict=True)):
+            assert (request.id, request.finish_reason) == (i, "length")
+            assert (request.arrival, request.prompt_len, len(request.output)) == arrival[:3]
+            assert request.token_times == replay.token_times[i]
             once = arrival.prompt_len + arrival.output_len - 1
-            assert computed[i] == once + done.recomputed_tokens
-            assert preempted[i] == done.preemptions
-        preemptions += preempted.total()
+            assert replay.tokens[i] == once + request.recomputed_tokens
+            assert replay.preemptions[i] == request.preemptions
+            assert simulation.bubbles[i] == replay.waited[i]
+        assert run.seconds == max(replay.left.values())
+        assert simulation.busy == replay.busy
+        free = [scheduler.pages.num_free for scheduler in simulation.schedulers]
+        assert free == [pages] * pp * replicas
+        preemptions += replay.preemptions.total()
         if policy in IN_ORDER and pp * replicas == 1:
-            check_order(run.iterations)
-        assert not simulation.requests
-        free_pages = [scheduler.pages.num_free for scheduler in simulation.schedulers]
-        assert free_pages == [pages] * pp * replicas
+            assert not replay.overtakes
     assert bool(preemptions) == (policy in GROWING and pages == LITTLE)  # or it tests nothing
 
 
-@pytest.mark.parametrize("pp, replicas", [(1, 1), (2, 2)])
+@on_one_and_four
 @in_much_and_little_memory
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "dynamic"])
 def test_without_a_record_decodes_are_repeated_and_nothing_else_differs(
@@ -180,14 +180,13 @@ def test_without_a_record_decodes_are_repeated_and_nothing_else_differs(
     config = replace(CONFIG, policy=policy, pages=pp * pages)
     for mean_gap in (0.0, 0.25):
         arrivals = random_arrivals(0, 16 * pp, mean_gap)
-        recorded, other = (
-            simulate(cost, config, arrivals, replicas=replicas, record=record)
-            for record in (True, False)
-        )
-        completions = [[facts(c) for c in each.run.completions] for each in (recorded, other)]
-        assert completions[0] == completions[1]
-        assert replace(recorded.run, iterations=[], completions=other.run.completions) == other.run
-        assert replace(recorded, run=other.run, stage_runs=[]) == other
+        recorded = simulate(cost, config, arrivals, replicas=replicas)
+        quick = simulate(cost, config, arrivals, replicas=replicas, record=False)
+        requests = [facts(request) for request in quick.run.completions]
+        assert requests == [facts(request) for request in recorded.run.completions]
+        assert quick.busy == recorded.busy
+        assert quick.bubbles == recorded.bubbles
+        assert quick.run.seconds == recorded.run.seconds
     assert bool(repeats) == (POLICIES[policy] in STEADY_POLICIES)
 
 
@@ -211,42 +210,19 @@ def clock(monkeypatch):
     return clock
 
 
-def without_texts(run):
-    """A Run without what a simulation does not know: tokens, but for their number, and `launch`."""
-    completions = [facts(completion) for completion in run.completions]
-    iterations = [iteration._replace(launch=None) for iteration in run.iterations]
-    return replace(run, completions=completions, iterations=iterations, drift=0.0)
-
-
-def assert_same_schedule(config, load, tokens, clock):
-    """An engine and a simulation decide the same. Returns the Requests of the engine."""
-    real = serve(MODEL, config, load, tokens, now=clock.now, sleep=clock.sleep)
-    simulated = simulate(Law(), config, load, tokens).run
-    assert without_texts(simulated) == without_texts(real)
-    return real.completions
-
-
-@pytest.mark.parametrize(
-    "policy, pages", [("orca", AMPLE), ("vllm", LITTLE), ("sarathi-serve", LITTLE)]
-)
+@pytest.mark.parametrize("policy, pages", [("orca", AMPLE), ("vllm", LITTLE)])
 def test_the_engine_makes_the_same_schedule(policy, pages, clock):
+    model = tiny_model()
     config = replace(CONFIG, policy=policy, pages=pages)
-    preemptions = 0
-    for seed in range(2):
-        arrivals = random_arrivals(seed, 16, 0.3)
-        tokens = prompts(arrivals, MODEL.config.vocab_size, seed)
-        completions = assert_same_schedule(config, arrivals, tokens, clock)
-        preemptions += sum(c.preemptions for c in completions)
-    assert bool(preemptions) == (policy in GROWING and pages == LITTLE)
-
-
-# one request in a micro-batch
-ALONE = EngineConfig("orca", chunk=32, max_batch=1, max_len=32, page_size=32, pages=8)
-
-
-def alone(arrivals, pp=1, hop=0.0, seconds=lambda batch: 1.0, config=ALONE, **options):
-    """A simulation of batches of one request, of one second on each stage if not told otherwise."""
-    return simulate(Law(pp, hop, seconds), config, arrivals, **options)
+    arrivals = random_arrivals(1, 16, 0.3)
+    tokens = prompts(arrivals, model.config.vocab_size, 1)
+    real = serve(model, config, arrivals, tokens, now=clock.now, sleep=clock.sleep)
+    simulated = simulate(Law(), config, arrivals, tokens).run
+    for theirs, ours in zip(real.iterations, simulated.iterations, strict=True):
+        assert theirs._replace(launch=None) == ours._replace(launch=None)
+    for theirs, ours in zip(real.completions, simulated.completions, strict=True):
+        assert facts(theirs) == facts(ours)
+    assert any(iteration.preempted for iteration in real.iterations) == (pages == LITTLE)
 
 
 def test_bubbles_are_of_three_kinds():
@@ -255,42 +231,33 @@ def test_bubbles_are_of_three_kinds():
     #   stage 0   A 0-1   B 1-4       a 4-6   (idle 6-7)   b 7-8   (idle 8-9)     a 9-12   b 12-13
     #   stage 1   A 1-2   (idle 2-4)  B 4-7    a 7-9       b 9-10  (idle 10-12)   a 12-15  b 15-16
     durations = {("A", 0): 1, ("B", 0): 3, ("A", 1): 2, ("B", 3): 1, ("A", 2): 3, ("B", 4): 1}
-
-    def seconds(batch):
-        return durations["AB"[batch[0].request.id], batch[0].start]
-
-    result = alone(at_once((1, 3), (3, 3)), 2, seconds=seconds)
-    kinds = [(r.stage, r.start, r.bubble, kind) for r, kind in bubble_kinds(result.stage_runs)]
+    law = Law(lambda batch: durations["AB"[batch[0].request.id], batch[0].start], pp=2)
+    simulated = simulate(law, ALONE, at_once((1, 3), (3, 3)))
+    kinds = [(r.stage, r.start, r.bubble, kind) for r, kind in bubble_kinds(simulated.stage_runs)]
     assert kinds == [(1, 4, 2, "PB1"), (0, 7, 1, "PB2"), (0, 9, 1, "PB3"), (1, 12, 2, "PB3")]
-    assert list(result.bubbles.values()) == [3, 3]
-    assert result.run.seconds == 16
-    assert result.busy == {(0, 0): 11, (0, 1): 11}
-    assert result.utilisation == 22 / 32
+    assert list(simulated.bubbles.values()) == [3, 3]
+    assert simulated.run.seconds == 16
+    assert simulated.busy == {(0, 0): 11, (0, 1): 11}
 
 
 def test_a_request_is_aborted_while_it_runs_and_while_it_waits():
-    simulation = Simulation(Law(seconds=lambda batch: 1.0), ALONE, replicas=2)
-    assert simulation.step() == [] == simulation.step()
+    simulation = Simulation(Law(a_second), ALONE)
+    simulation.add(0, Arrival(0.0, 2, 3))
+    simulation.add(1, Arrival(0.0, 2, 3))
+    simulation.step()
+    assert simulation.abort(0).token_times == [1.0]
+    assert simulation.abort(1).token_times == []
+    assert simulation.step() == []
     assert simulation.ready_at() == float("inf")
-    simulation.wait_until(2.5)
-    for i in range(3):
-        simulation.add(i, Arrival(2.5, 2, 3))
-    first = simulation.step() + simulation.step()
-    assert [(event.request.id, event.finish_reason) for event in first] == [(0, None), (1, None)]
-    assert simulation.ready_at() == 3.5
-    assert simulation.abort(1).token_times == [3.5]
-    assert simulation.abort(2).token_times == []
-    second, last = simulation.step() + simulation.step() + simulation.step()
-    assert (second.request.id, last.request.id, last.finish_reason) == (0, 0, "length")
-    assert last.request.token_times[-1] == 5.5
-    assert all(each.pages.num_free == each.pages.total for each in simulation.schedulers)
+    assert simulation.schedulers[0].pages.num_free == ALONE.pages
 
 
 def test_a_micro_batch_takes_what_another_preempted_at_once():
     # two requests of 3 + 5 tokens run on one replica, whose 8 tokens of memory are full at 2; the
     # other has been idle since 0 and computes the newer one again, so that it misses no token
     config = replace(CONFIG, max_len=8, page_size=1, pages=8)
-    first, second = alone(at_once((3, 5), (3, 5)), config=config, replicas=2).run.completions
+    run = simulate(Law(a_second), config, at_once((3, 5), (3, 5)), replicas=2).run
+    first, second = run.completions
     assert first.token_times == second.token_times == [1, 2, 3, 4, 5]
     assert (first.preemptions, first.recomputed_tokens) == (0, 0)
     assert (second.preemptions, second.recomputed_tokens) == (1, 4)
@@ -300,19 +267,8 @@ def test_a_shared_prefix_costs_no_time_again_on_the_same_replica():
     """Prefixes of 9 tokens, two pages of 4; a token takes a second. The third is on the other."""
     config = replace(ALONE, page_size=4, prefix_caching=True)
     load = [Arrival(time, 12, 1) for time in (0.0, 20.0, 20.0)]
-    tokens = prompts(load, 61, 0, (9, 1))
-    law = Law(seconds=lambda batch: sum(chunk.length for chunk in batch))
-    run = simulate(law, config, load, tokens, replicas=2).run
-    assert [i.micro_batch for i in run.iterations] == [0, 1, 0]
-    assert [completion.ttft for completion in run.completions] == [12, 12, 12 - 8]
-    assert [completion.cached_tokens for completion in run.completions] == [0, 0, 8]
-
-
-def test_the_pages_left_longest_ago_are_evicted_first():
-    """A and B leave two pages each, C takes the other four and those of A: B's are found later."""
-    config = replace(ALONE, policy="sarathi-serve", page_size=4, prefix_caching=True)
-    a, b, c = [1] * 9, [2] * 9, [3] * 21
-    tokens = [a, b, c, b, a]
-    load = [Arrival(100.0 * i, len(prompt), 1) for i, prompt in enumerate(tokens)]
-    completions = simulate(Law(), config, load, tokens).run.completions
-    assert [completion.cached_tokens for completion in completions] == [0, 0, 0, 8, 0]
+    law = Law(lambda batch: sum(chunk.length for chunk in batch))
+    run = simulate(law, config, load, prompts(load, 61, 0, (9, 1)), replicas=2).run
+    assert [iteration.micro_batch for iteration in run.iterations] == [0, 1, 0]
+    assert [request.ttft for request in run.completions] == [12, 12, 12 - 8]
+    assert [request.cached_tokens for request in run.completions] == [0, 0, 8]

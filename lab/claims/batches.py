@@ -6,7 +6,7 @@ Read next: throughput.py."""
 
 from itertools import product
 
-from lab.claims.claim import Found, claim
+from lab.claims.claim import Result, claim
 from lab.claims.labs import Lab
 from lab.claims.systems import A6000_13B, GPT3_LAYER, MISTRAL_7B, YI_34B
 from lab.measure.batch_times import Batch, TimedChunk, chunks_of, decodes, prompts
@@ -15,29 +15,29 @@ from lab.measure.decode_cost import table_2_batches
 
 
 @claim("S-F3", "A decode costs as much as many tokens of a prompt", A6000_13B, least_ridge=10)
-def decode_and_prefill(lab: Lab) -> Found:
+def decode_and_prefill(lab: Lab) -> Result:
     """A decode reads all weights for one row, a prompt for all of its rows. The decodes of a batch
     share one reading of the weights; each reads keys of its own."""
     length = lab.scaled(1024)
-    found = Found("batch", ".3g")
+    result = Result("batch", ".3g")
     for batch, paper in {1: 200, 2: 100, 4: None, 8: None, 18: 16.7}.items():
         prompt = prompts(1 if lab.is_small else batch, length)  # more take long
         times = lab.time({"prefill": [prompt], "decode": [decodes(batch, length)]})
         for kind, time in times.items():
             for part, ms in time.parts_ms.items():
-                found.add(batch, {f"{kind}: {part}": ms / time.tokens})
+                result.add(batch, {f"{kind}: {part}": ms / time.tokens})
         prefill = times["prefill"]
         decode = times["decode"]
         ratio = decode.total_ms / decode.tokens / (prefill.total_ms / prefill.tokens)
-        found.add(batch, {"decode / prefill": ratio})
+        result.add(batch, {"decode / prefill": ratio})
         if paper:
-            found.publish(f"prefill tokens that cost a decode, B = {batch}", paper, ratio)
+            result.publish(f"prefill tokens that cost a decode, B = {batch}", paper, ratio)
         if batch == 1:
             share = prefill.other_ms / prefill.total_ms
-            found.publish("share of the other operations", Bounded(0.05, "below"), share)
-    ratios = found.column("decode / prefill")
-    found.expect("a decode costs ten tokens of a prompt", ratios["1"] > 10)
-    return found
+            result.publish("share of the other operations", Bounded(0.05, "below"), share)
+    ratios = result.column("decode / prefill")
+    result.expect("a decode costs ten tokens of a prompt", ratios["1"] > 10)
+    return result
 
 
 @claim(
@@ -47,37 +47,37 @@ def decode_and_prefill(lab: Lab) -> Found:
     GPT3_LAYER,
     least_ridge=32,
 )
-def saturation(lab: Lab) -> Found:
+def saturation(lab: Lab) -> Result:
     """A chunk of 16 rows reads all weights, as one of a thousand does. A wider layer needs fewer
     tokens (S-4.2). Decodes compute little for each byte that they read (S-3.1).
 
     An eighth below the peak is marginal, as 256 tokens are to the paper. In the cost model they are
     whole tiles, at full rate. Of GPT-3 128 are 9 % below the peak there."""
-    found = Found("tokens", ".4g")
+    result = Result("tokens", ".4g")
     for tokens in [2**exponent for exponent in range(13)]:
         chunk = TimedChunk(tokens, lab.cached_tokens + tokens)
         sequences: dict[str, list[Batch]] = {"prefill": [(chunk,)]}
         if tokens <= 512:  # more decodes may not fit
             sequences["decode"] = [decodes(tokens, 1024)]
         times = lab.time(sequences, layers=1)
-        found.add(
-            tokens, {f"{kind}, tokens/ms": each.tokens_per_ms for kind, each in times.items()}
-        )
+        for kind, time in times.items():
+            result.add(tokens, {f"{kind}, tokens/ms": time.tokens_per_ms})
         if "decode" in times:
             intensity = times["decode"].intensity
-            found.add(tokens, {"decode, flops per byte / ridge": intensity / lab.ridge})
-    prefill, decode = (found.column(f"{kind}, tokens/ms") for kind in ("prefill", "decode"))
+            result.add(tokens, {"decode, flops per byte / ridge": intensity / lab.ridge})
+    prefill = result.column("prefill, tokens/ms")
+    decode = result.column("decode, tokens/ms")
     saturates = saturation_of(prefill)
     if lab.name == GPT3_LAYER.name:
-        found.publish("tokens at which a layer of GPT-3 peaks", 256, saturates)
+        result.publish("tokens at which a layer of GPT-3 peaks", 256, saturates)
     else:
         ratio = prefill["256"] / prefill["512"]
-        found.publish("throughput of 256 tokens of prefill over that of 512", 0.875, ratio)
-        found.publish("tokens at which prefill saturates", 512, saturates)
-        found.publish("decodes that saturate, contexts of 1,024", 256, saturation_of(decode))
-        found.publish("tokens/ms of 512 tokens of prefill in one layer", 180, prefill["512"])
-    found.expect("16 tokens have half the throughput of 512", prefill["16"] < prefill["512"] / 2)
-    return found
+        result.publish("throughput of 256 tokens of prefill over that of 512", 0.875, ratio)
+        result.publish("tokens at which prefill saturates", 512, saturates)
+        result.publish("decodes that saturate, contexts of 1,024", 256, saturation_of(decode))
+        result.publish("tokens/ms of 512 tokens of prefill in one layer", 180, prefill["512"])
+    result.expect("16 tokens have half the throughput of 512", prefill["16"] < prefill["512"] / 2)
+    return result
 
 
 def saturation_of(tokens_per_ms: dict[str, float]) -> float:
@@ -89,28 +89,28 @@ def saturation_of(tokens_per_ms: dict[str, float]) -> float:
 @claim(
     "S-F7", "A chunk costs as much as the next one that fills a tile", A6000_13B, least_ridge=128
 )
-def tiles(lab: Lab) -> Found:
+def tiles(lab: Lab) -> Result:
     """The 257th row begins a third tile, which is computed whole.
 
     Below the ridge few tokens take as long as one, above it twice the tokens twice as long (SS-F6).
 
     The 4 ms for what is not in the operations of S-T2 are what these three times leave."""
     sizes = (1, 4, 16, 32, 64, 96, 127, 128, 129, 192, 255, 256, 257, 258, 384, 512, 1024)
-    found = Found("tokens")
+    result = Result("tokens")
     for tokens in sizes:
         chunk = TimedChunk(tokens, lab.cached_tokens + tokens)
         time = lab.time({"chunk": [(chunk,)]})["chunk"]
-        found.add(tokens, {"iteration, ms": time.total_ms, "linear layers, ms": time.products_ms})
-    ms = found.column("iteration, ms")
+        result.add(tokens, {"iteration, ms": time.total_ms, "linear layers, ms": time.products_ms})
+    ms = result.column("iteration, ms")
     step = ms["257"] / ms["256"]
-    found.publish("257 tokens over 256", 1.32, step)
-    found.publish("256 tokens over 128", 1.27, ms["256"] / ms["128"])
+    result.publish("257 tokens over 256", 1.32, step)
+    result.publish("256 tokens over 128", 1.27, ms["256"] / ms["128"])
     for tokens, paper in {"128": 55, "256": 69.8, "257": 92.33}.items():
-        found.publish(f"ms of {tokens} tokens", paper, ms[tokens], "fitted")
-    found.expect(
+        result.publish(f"ms of {tokens} tokens", paper, ms[tokens], "fitted")
+    result.expect(
         "the 257th token takes a tenth, the 256th does not", step > 1.1 > ms["256"] / ms["255"]
     )
-    return found
+    return result
 
 
 TABLE_2 = {  # SARATHI's, in ms: a prompt, four decodes, and three of them beside a chunk
@@ -121,7 +121,7 @@ TABLE_2 = {  # SARATHI's, in ms: a prompt, four decodes, and three of them besid
 
 
 @claim("S-F8", "A decode costs less beside a chunk of 256 than alone", A6000_13B, least_ridge=6)
-def decode_speedup(lab: Lab) -> Found:
+def decode_speedup(lab: Lab) -> Result:
     """Alone B decodes share one reading of the weights; riding they need none.
 
     Their keys and values are read as before, so that attention is not cheaper (S-4.3.1), though a
@@ -130,7 +130,7 @@ def decode_speedup(lab: Lab) -> Found:
     Table 2 has a chunk of 1,021 and three decodes. Its caption says four prompts, but 0.229 ms for
     a token make it one of 1,024. Its first two batches are what the constants of an A6000 were set
     by, the attention of the third what three decodes beside a chunk take longer."""
-    found = Found("context, batch")
+    result = Result("context, batch")
     chunk = lab.scaled(256)
     batches = {1024: (2, 4, 6, 10, 18), 2048: (2, 4, 6, 10), 3072: (2, 4, 6)}
     for context, sizes in batches.items():
@@ -145,7 +145,7 @@ def decode_speedup(lab: Lab) -> Found:
                 "riding, ms": cost.beside_ms.value,
                 "attention it adds, ms": added_ms,
             }
-            found.add(f"{lab.scaled(context):,}, {batch}", columns)
+            result.add(f"{lab.scaled(context):,}, {batch}", columns)
     length = lab.scaled(1024)
     cost = lab.decode_cost(length, 4, length)
     decode_ms = {"decode_only": cost.alone_ms.value, "decode_maximal": cost.beside_ms.value}
@@ -156,12 +156,12 @@ def decode_speedup(lab: Lab) -> Found:
         ours["a decode"] = decode_ms.get(name, 0.0)
         for part, paper in papers.items():
             source = "text" if part == "a decode" else "fitted"
-            found.publish(f"{part}, {name} of Table 2, ms", paper, ours[part], source)
-    speedups = found.column("speedup")
-    found.publish("largest speedup", 10, max(speedups.values()))
-    found.publish("smallest speedup", 2.8, [*speedups.values()][-1])
-    found.expect("every decode is cheaper riding", min(speedups.values()) > 1)
-    return found
+            result.publish(f"{part}, {name} of Table 2, ms", paper, ours[part], source)
+    speedups = result.column("speedup")
+    result.publish("largest speedup", 10, max(speedups.values()))
+    result.publish("smallest speedup", 2.8, [*speedups.values()][-1])
+    result.expect("every decode is cheaper riding", min(speedups.values()) > 1)
+    return result
 
 
 @claim(
@@ -170,10 +170,10 @@ def decode_speedup(lab: Lab) -> Found:
     A6000_13B,
     least_ridge=99,
 )
-def time_by_operation(lab: Lab) -> Found:
+def time_by_operation(lab: Lab) -> Result:
     """Riding decodes need no reading of the weights of their own. Four chunks carry twice as many
     as two at P:D = C / (B - 1), and read a prompt's keys 2.5 times at most."""
-    found = Found("chunk, batch")
+    result = Result("chunk, batch")
     for pieces, batch in product((4, 2), (6, 18)):
         output = pieces * (batch - 1)
         prompt = 1024 - output
@@ -184,20 +184,20 @@ def time_by_operation(lab: Lab) -> Found:
         times = lab.time({"request-level": request_level, "sarathi": sarathi})
         base = times["request-level"]
         for part, ms in times["sarathi"].parts_ms.items():
-            found.add(f"{1024 // pieces}, {batch}", {part: base.parts_ms[part] / ms})
-    by_part = {part: found.column(part) for part in found.rows["256, 6"]}
+            result.add(f"{1024 // pieces}, {batch}", {part: base.parts_ms[part] / ms})
+    by_part = {part: result.column(part) for part in result.rows["256, 6"]}
     quarters = [by_part["ffn_ln1"][f"256, {batch}"] for batch in (6, 18)]
-    found.publish("ffn, largest", 1.6, max(quarters))
-    found.publish("ffn, smallest", 1.3, min(quarters))
-    found.publish("preproj, largest", 1.38, max(by_part["preproj"].values()))
-    found.publish("postproj, smallest", 1.05, by_part["postproj"]["256, 18"])
-    found.publish("ffn in chunks of 512", Bounded(1.6, "below"), by_part["ffn_ln1"]["512, 6"])
-    found.expect("chunks of 256 save time in the linear layers", min(quarters) > 1.02)
-    return found
+    result.publish("ffn, largest", 1.6, max(quarters))
+    result.publish("ffn, smallest", 1.3, min(quarters))
+    result.publish("preproj, largest", 1.38, max(by_part["preproj"].values()))
+    result.publish("postproj, smallest", 1.05, by_part["postproj"]["256, 18"])
+    result.publish("ffn in chunks of 512", Bounded(1.6, "below"), by_part["ffn_ln1"]["512, 6"])
+    result.expect("chunks of 256 save time in the linear layers", min(quarters) > 1.02)
+    return result
 
 
 @claim("S-F13", "Small chunks make attention and the whole prefill longer", A6000_13B)
-def small_chunks(lab: Lab) -> Found:
+def small_chunks(lab: Lab) -> Result:
     """Each chunk reads the keys of all chunks before it again.
 
     The best chunk for throughput lies in between: small ones carry more decodes, but read the
@@ -207,38 +207,39 @@ def small_chunks(lab: Lab) -> Found:
     256 beats 320, as products compute whole tiles; our scheduler cuts a batch to whole tiles."""
     length = lab.scaled(1024)
     sizes = (64, 128, 256, 512)
-    found = Found("chunk")
+    result = Result("chunk")
     for size in sizes:
         chunks = chunks_of(length, lab.scaled(size))
-        times = lab.time({"chunks": chunks, "whole": [prompts(1, length)]})
-        whole = times["whole"]
-        found.add(size, {"attention": times["chunks"].attention_ms / whole.attention_ms})
-        found.add(size, {"prefill": times["chunks"].total_ms / whole.total_ms})
+        times = lab.time({"chunks": chunks, "prompt": [prompts(1, length)]})
+        cut = times["chunks"]
+        prompt = times["prompt"]
+        result.add(size, {"attention": cut.attention_ms / prompt.attention_ms})
+        result.add(size, {"prefill": cut.total_ms / prompt.total_ms})
     if not lab.is_small:
         names = {size: f"sarathi:{size}" for size in sizes}
         gains = lab.gains(["request-level", *names.values()], 1024, 18, 256 / 17)
         for size, name in names.items():
-            found.add(size, {"gain in throughput": gains[name]})
-        found.publish("gain with chunks of 128, up to", 1.16, gains["sarathi:128"])
-    prefill = found.column("prefill")
-    attention = found.column("attention")
-    found.publish("prefill in chunks of 64", 5, prefill["64"])
-    found.publish("attention in chunks of 64", 3, attention["64"])
-    found.publish("prefill in chunks of 128", Bounded(2, "at least"), prefill["128"])
-    found.publish("prefill in chunks of 256", Bounded(1.2, "below"), prefill["256"])
-    found.publish("prefill in chunks of 512", Bounded(1.1, "below"), prefill["512"])
-    found.expect("attention takes longer in smaller chunks", attention["64"] > attention["512"])
-    return found
+            result.add(size, {"gain in throughput": gains[name]})
+        result.publish("gain with chunks of 128, up to", 1.16, gains["sarathi:128"])
+    prefill = result.column("prefill")
+    attention = result.column("attention")
+    result.publish("prefill in chunks of 64", 5, prefill["64"])
+    result.publish("attention in chunks of 64", 3, attention["64"])
+    result.publish("prefill in chunks of 128", Bounded(2, "at least"), prefill["128"])
+    result.publish("prefill in chunks of 256", Bounded(1.2, "below"), prefill["256"])
+    result.publish("prefill in chunks of 512", Bounded(1.1, "below"), prefill["512"])
+    result.expect("attention takes longer in smaller chunks", attention["64"] > attention["512"])
+    return result
 
 
 @claim("SS-F9", "A whole prompt delays decodes many times as long as a chunk does", MISTRAL_7B)
-def delayed_decodes(lab: Lab) -> Found:
+def delayed_decodes(lab: Lab) -> Result:
     """The prompt has many times the rows of a chunk, and all must be computed. More decodes, or
     longer contexts, take longer alone, so that a chunk delays them less.
 
     The paper does not say batch, context and prompt. A post's timeline of six decodes (B-2) has 10
     times as long with a prompt, and 1.2 with a chunk, which its own table contradicts (B-3)."""
-    found = Found("decodes, context")
+    result = Result("decodes, context")
     length = lab.scaled(4096)
     total = lab.scaled(512)
     for batch, context in product((8, 32, 64), (1024, 4096)):
@@ -252,12 +253,12 @@ def delayed_decodes(lab: Lab) -> Found:
         )
         alone_ms = times.pop("alone").total_ms
         row = f"{batch}, {lab.scaled(context):,}"
-        found.add(row, {name: time.total_ms / alone_ms for name, time in times.items()})
-    prompt = found.column("a prompt")
-    chunk = found.column("its last chunk")
-    found.publish("beside a whole prompt, at most", 28.3, max(prompt.values()))
-    found.expect("the prompt takes twice as long", all(prompt[x] > 2 * chunk[x] for x in prompt))
-    return found
+        result.add(row, {name: time.total_ms / alone_ms for name, time in times.items()})
+    prompt = result.column("a prompt")
+    chunk = result.column("its last chunk")
+    result.publish("beside a whole prompt, at most", 28.3, max(prompt.values()))
+    result.expect("the prompt takes twice as long", all(prompt[x] > 2 * chunk[x] for x in prompt))
+    return result
 
 
 FIGURE_14 = {  # prompt -> ms of it whole, and times as long in chunks of 512, 1,024, 2,048
@@ -269,30 +270,32 @@ FIGURE_14 = {  # prompt -> ms of it whole, and times as long in chunks of 512, 1
 
 
 @claim("SS-F14", "Chunks above the ridge add little to the time of a prefill", YI_34B)
-def chunks_of_prefills(lab: Lab) -> Found:
+def chunks_of_prefills(lab: Lab) -> Result:
     """Above the ridge the rows of a chunk take as long as those of a prompt.
 
     The numbers are the authors' data, osdi-experiments/figure-9/chunking-overhead.csv. There chunks
     save the masked half of attention, so that long prompts take less time in them. The shortest
     prompt is fitted: without it 512 tokens would take 10 ms less, and 1,024 33."""
-    found = Found("prompt", ".4g")
+    result = Result("prompt", ".4g")
     for prompt, (paper_ms, *papers) in FIGURE_14.items():
         length = lab.scaled(prompt)
         if lab.is_small and length > 2048:
             continue
         source = "fitted" if prompt == 2047 else "data"
         whole_ms = lab.time({"whole": [prompts(1, length)]})["whole"].total_ms
-        found.add(length, {"whole, ms": whole_ms})
-        found.publish(f"ms of {prompt:,} tokens", paper_ms, whole_ms, source)
+        result.add(length, {"whole, ms": whole_ms})
+        result.publish(f"ms of {prompt:,} tokens", paper_ms, whole_ms, source)
         for chunk, paper in zip((512, 1024, 2048), papers, strict=True):
             time = lab.time({"chunks": chunks_of(length, lab.scaled(chunk))})["chunks"]
             ratio = time.total_ms / whole_ms
-            found.add(length, {f"chunks of {lab.scaled(chunk):,}": ratio})
-            found.publish(f"{prompt:,} tokens in chunks of {chunk:,}", paper, ratio, source)
-    largest = max(found.column(f"chunks of {lab.scaled(512):,}").values())
-    found.publish("in chunks of 512, at most", Bounded(1.25, "below"), largest)
-    negligible = max(found.column(f"chunks of {lab.scaled(2048):,}").values())
-    found.publish("in chunks of 2,048: negligible, a twentieth", Bounded(1.05, "below"), negligible)
+            result.add(length, {f"chunks of {lab.scaled(chunk):,}": ratio})
+            result.publish(f"{prompt:,} tokens in chunks of {chunk:,}", paper, ratio, source)
+    largest = max(result.column(f"chunks of {lab.scaled(512):,}").values())
+    result.publish("in chunks of 512, at most", Bounded(1.25, "below"), largest)
+    negligible = max(result.column(f"chunks of {lab.scaled(2048):,}").values())
+    result.publish(
+        "in chunks of 2,048: negligible, a twentieth", Bounded(1.05, "below"), negligible
+    )
     # if each chunk computed those before it again, four would take 2.5 times
-    found.expect("the smallest chunks take less than twice as long", largest < 2)
-    return found
+    result.expect("the smallest chunks take less than twice as long", largest < 2)
+    return result

@@ -1,7 +1,7 @@
 """A claim: what a figure or table of a paper says, the paper's numbers, and ours beside them.
 
     @claim("S-F13", "Small chunks make a prefill longer", A6000_13B)
-    def small_chunks(lab: Lab) -> Found: ...
+    def small_chunks(lab: Lab) -> Result: ...
 
 A function asks a lab. It adds rows and the paper's numbers, and expects one relation that follows
 from the arithmetic. The lab computes on the paper's machine, or measures on this one. Read next:
@@ -20,7 +20,7 @@ from lab.measure.capacity import Bounded
 # fitted.
 Source = Literal["text", "data", "reading", "fitted"]
 # Which claims one device can show: "slow" ones are measured here only with --on here.
-Here = Literal["quick", "slow", "no"]
+Measured = Literal["quick", "slow", "no"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Published:
 
 
 @dataclass
-class Found:
+class Result:
     """What a claim comes out at on one machine."""
 
     x: str  # the head of the first column
@@ -105,9 +105,9 @@ class Claim:
 
     id: str
     sentence: str
-    function: Callable[[Any], Found]
+    function: Callable[[Any], Result]
     systems: Sequence[Any]  # the paper's
-    here: Here
+    measured: Measured
     least_ridge: float  # rows that the weights must be worth, for the relation to show
 
     def missing_ridge(self, ridge: float) -> str:
@@ -116,26 +116,26 @@ class Claim:
             return ""
         return f"needs a ridge of {self.least_ridge:g} rows; here {ridge:.0f}"
 
-    def markdown(self, columns: Mapping[str, Mapping[str, Found]], notes: Iterable[str]) -> str:
+    def markdown(self, columns: Mapping[str, Mapping[str, Result]], notes: Iterable[str]) -> str:
         """The claim, the paper's numbers beside those of each column, relations and tables.
 
-        `columns` has what was found on each machine: {"cost model": {"A100": Found}}."""
+        `columns` has what was found on each machine: {"cost model": {"A100": Result}}."""
         rows: dict[str, list[str]] = {}
         for place, machines in enumerate(columns.values()):
-            for found in machines.values():
-                for text, number in found.published.items():
-                    paper = show(number.paper, found.spec)
+            for result in machines.values():
+                for text, number in result.published.items():
+                    paper = show(number.paper, result.spec)
                     row = rows.setdefault(text, [text, paper, *["-"] * len(columns)])
-                    row[2 + place] = show(number.ours, found.spec)
+                    row[2 + place] = show(number.ours, result.spec)
         parts = [f"## {self.id}: {self.sentence}", getdoc(self.function) or "", *notes]
         if rows:
             heads = dict.fromkeys(["number", "paper", *columns], "")
             parts.append(markdown(heads, rows.values()))
         for machines in columns.values():
-            for name, found in machines.items():
-                holds = "holds" if found.holds else "does not hold"
-                busy = " (the machine was busy)" if found.busy else ""
-                parts += [f"{name}: {found.relation}: {holds}{busy}", found.markdown()]
+            for name, result in machines.items():
+                holds = "holds" if result.holds else "does not hold"
+                busy = " (the machine was busy)" if result.busy else ""
+                parts += [f"{name}: {result.relation}: {holds}{busy}", result.markdown()]
         return "\n\n".join(parts)
 
 
@@ -143,20 +143,20 @@ CLAIMS: dict[str, Claim] = {}  # by id
 
 
 def claim(
-    id: str, sentence: str, *systems: Any, here: Here = "quick", least_ridge: float = 0
-) -> Callable[[Callable[[Any], Found]], Callable[[Any], Found]]:
+    id: str, sentence: str, *systems: Any, measured: Measured = "quick", least_ridge: float = 0
+) -> Callable[[Callable[[Any], Result]], Callable[[Any], Result]]:
     """Enter the function below into CLAIMS."""
 
-    def enter(function: Callable[[Any], Found]) -> Callable[[Any], Found]:
-        CLAIMS[id] = Claim(id, sentence, function, systems, here, least_ridge)
+    def enter(function: Callable[[Any], Result]) -> Callable[[Any], Result]:
+        CLAIMS[id] = Claim(id, sentence, function, systems, measured, least_ridge)
         return function
 
     return enter
 
 
-def agreement(found: Iterable[Found]) -> str:
+def agreement(result: Iterable[Result]) -> str:
     """How many numbers of the papers come out, by their source."""
-    numbers = [number for each in found for number in each.published.values()]
+    numbers = [number for each in result for number in each.published.values()]
     names: dict[Source, str] = {
         "text": "numbers in the papers' text that nothing was fitted to",
         "data": "in their authors' data",

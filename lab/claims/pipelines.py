@@ -10,7 +10,7 @@ from functools import partial
 from itertools import product
 from statistics import fmean, median
 
-from lab.claims.claim import Found, claim
+from lab.claims.claim import Result, claim
 from lab.claims.labs import PaperLab
 from lab.claims.systems import (
     A100_13B,
@@ -71,9 +71,9 @@ def gpt_3_with(layer_s: float) -> tuple[PaperLab, PaperLab]:
     "S-F12",
     "A pipeline under SARATHI beats replicas, these one under Orca",
     GPT3_PIPELINE,
-    here="no",
+    measured="no",
 )
-def pipeline_and_replicas(lab: PaperLab) -> Found:
+def pipeline_and_replicas(lab: PaperLab) -> Result:
     """Chunks make micro-batches of one length, which leave few bubbles.
 
     10,000 requests of 1K to 4K tokens (Zipf 0.4), P:D 10, are all there at time 0. Fitted: 282
@@ -86,35 +86,34 @@ def pipeline_and_replicas(lab: PaperLab) -> Found:
         "bubbles of Orca over SARATHI's": 6.29,
     }
     lengths = zipf_lengths(1024, 4096, 0.4, 10, 10_000, 0)
-    arrivals = [Arrival(0.0, *pair) for pair in lengths]
-    found = Found("variant")
+    arrivals = [Arrival(0.0, prompt, output) for prompt, output in lengths]
+    result = Result("variant")
     for variant, chunk, tile, layer_s in [("as published", 256, 128, 0), ("fitted", 282, 1, 3e-4)]:
         pipeline, replica = gpt_3_with(layer_s)
-        runs = {
-            "orca-best, TP 8 x PP 8": pipeline.offline("orca-best", arrivals),
-            "TP 8, 8 replicas": replica.offline("orca-best", arrivals, replicas=8),
-            "sarathi, TP 8 x PP 8": pipeline.offline("sarathi", arrivals, chunk=chunk, tile=tile),
+        orca = OfflineRun.of(pipeline.offline("orca-best", arrivals))
+        replicas = OfflineRun.of(replica.offline("orca-best", arrivals, replicas=8))
+        sarathi = OfflineRun.of(pipeline.offline("sarathi", arrivals, chunk=chunk, tile=tile))
+        bubbles = median(orca.bubbles) / median(sarathi.bubbles)
+        gains = {
+            "SARATHI over replicas": max(replicas.ends) / max(sarathi.ends),
+            "SARATHI over Orca": max(orca.ends) / max(sarathi.ends),
+            "replicas over Orca": max(orca.ends) / max(replicas.ends),
+            "bubbles of Orca over SARATHI's": bubbles,
         }
-        orca_s, replicas_s, sarathi_s = (each.run.seconds for each in runs.values())
-        bubbles_s = {name: median(each.bubbles.values()) for name, each in runs.items()}
-        orca_bubble_s, _, sarathi_bubble_s = bubbles_s.values()
-        gains = (
-            replicas_s / sarathi_s,
-            orca_s / sarathi_s,
-            orca_s / replicas_s,
-            orca_bubble_s / sarathi_bubble_s,
-        )
-        for (name, paper), gain in zip(papers.items(), gains, strict=True):
-            found.add(variant, {name: gain})
-            source = "text" if variant == "as published" else "fitted"
-            found.publish(f"{name}, {variant}", paper, gain, source)
-        if not found.picture:
-            drawn = {name: OfflineRun.of(each) for name, each in runs.items()}
-            found.picture = partial(draw_bubbles, drawn)
-    row = found.rows["as published"]
-    over_replicas, over_orca = row["SARATHI over replicas"], row["SARATHI over Orca"]
-    found.expect("Orca < replicas < SARATHI", (over_orca or 0) > (over_replicas or 0) > 1)
-    return found
+        result.add(variant, gains)
+        source = "text" if variant == "as published" else "fitted"
+        for name, gain in gains.items():
+            result.publish(f"{name}, {variant}", papers[name], gain, source)
+        runs = {
+            "orca-best, TP 8 x PP 8": orca,
+            "TP 8, 8 replicas": replicas,
+            "sarathi, TP 8 x PP 8": sarathi,
+        }
+        result.picture = result.picture or partial(draw_bubbles, runs)  # as published
+    over_replicas = result.column("SARATHI over replicas")["as published"]
+    over_orca = result.column("SARATHI over Orca")["as published"]
+    result.expect("Orca < replicas < SARATHI", over_orca > over_replicas > 1)
+    return result
 
 
 def draw_pipeline(stage_runs: dict[str, list[StageRun]], file: str) -> None:
@@ -125,8 +124,10 @@ def draw_pipeline(stage_runs: dict[str, list[StageRun]], file: str) -> None:
     plot_pipeline(stage_runs, kinds, "SS-F8: bubbles in two stages", file)
 
 
-@claim("SS-F8", "Chunks make micro-batches of one length: few bubbles", GPT3_TWO_STAGES, here="no")
-def bubbles(lab: PaperLab) -> Found:
+@claim(
+    "SS-F8", "Chunks make micro-batches of one length: few bubbles", GPT3_TWO_STAGES, measured="no"
+)
+def bubbles(lab: PaperLab) -> Result:
     """A stage that has decodes waits for one that has a prompt.
 
     As in S-F1 and S-F5. PB1: prefills of different length; PB2: prefill against decodes; PB3:
@@ -136,7 +137,7 @@ def bubbles(lab: PaperLab) -> Found:
     both, four A100 at the 312 Tflop/s of the data sheet take 1,180. The decodes' 200 are those of
     both, if they are a fifth of the SLO (SS-T3)."""
     arrivals = [Arrival(0.0, prompt, 20) for prompt in (2048, 1024, 2040, 1020)]
-    found = Found("policy, ms", ".1f")
+    result = Result("policy, ms", ".1f")
     stage_runs = {}
     for policy in ("orca-best", "sarathi-serve"):
         simulated = lab.offline(policy, arrivals, batch=2, max_len=8192, record=True)
@@ -145,29 +146,32 @@ def bubbles(lab: PaperLab) -> Found:
         for stage_run, kind in bubble_kinds(simulated.stage_runs):
             milliseconds[kind] += 1e3 * stage_run.bubble
         makespan = {"makespan": 1e3 * simulated.run.seconds}
-        found.add(policy, milliseconds | {"all bubbles": sum(milliseconds.values())} | makespan)
-    found.picture = partial(draw_pipeline, stage_runs)
+        result.add(policy, milliseconds | {"all bubbles": sum(milliseconds.values())} | makespan)
+    result.picture = partial(draw_pipeline, stage_runs)
     prompt_s, _ = FALCON_180B.cost.stages([(0, 0, 4096)]).seconds
     decode_s, _ = FALCON_180B.cost.stages([(0, 4095, 1)] * 32).seconds
-    found.publish("ms of a prompt of 4,096 on one stage, Falcon-180B", 1150, 1e3 * prompt_s)
-    found.publish("ms of a bubble, less decodes", 950, 1e3 * (prompt_s - decode_s))
-    all_bubbles = found.column("all bubbles")
-    found.expect("fewer bubbles", all_bubbles["sarathi-serve"] < all_bubbles["orca-best"] / 2)
-    return found
+    result.publish("ms of a prompt of 4,096 on one stage, Falcon-180B", 1150, 1e3 * prompt_s)
+    result.publish("ms of a bubble, less decodes", 950, 1e3 * (prompt_s - decode_s))
+    all_bubbles = result.column("all bubbles")
+    result.expect("fewer bubbles", all_bubbles["sarathi-serve"] < all_bubbles["orca-best"] / 2)
+    return result
 
 
 @claim(
-    "SS-F13", "Across nodes a pipeline serves more than tensor parallelism", FALCON_180B, here="no"
+    "SS-F13",
+    "Across nodes a pipeline serves more than tensor parallelism",
+    FALCON_180B,
+    measured="no",
 )
-def across_nodes(lab: PaperLab) -> Found:
+def across_nodes(lab: PaperLab) -> Result:
     """Each layer on all eight GPUs of two nodes waits for Ethernet twice.
 
     GB/s: what TCP makes of 100 Gb/s. Through NCCL it is 4 to 6 (devices.py), or half of that where
     it is not tuned; 10 are 80 % of the wire. The paper says neither batch nor rate of its decodes:
     32 requests and 5 GB/s are compared."""
     tensor = PaperLab(FALCON_180B_TP_8)
-    found = Found("case", ".3g")
-    add_decodes(found, tensor.cost, lab.cost)
+    result = Result("case", ".3g")
+    add_decodes(result, tensor.cost, lab.cost)
     rates: dict[tuple[str, str], Bounded] = {}
     for slo in ("strict", "relaxed"):
         for name, lab_of, server in (
@@ -178,7 +182,7 @@ def across_nodes(lab: PaperLab) -> Found:
             policy, batch = FALCON_180B.server(server, slo)
             slo_s = FALCON_180B.slos_s[slo]
             rates[name, slo] = lab_of.capacity_at(policy, batch, "sharegpt4", slo_s, ratio=1.1)
-            found.add(f"{name}, {slo}", {"requests/s": rates[name, slo]})
+            result.add(f"{name}, {slo}", {"requests/s": rates[name, slo]})
     papers = {
         ("vllm, TP 8", "strict"): 4.3,
         ("vllm, TP 4 x PP 2", "strict"): 3.6,
@@ -186,13 +190,13 @@ def across_nodes(lab: PaperLab) -> Found:
     }
     for (name, slo), paper in papers.items():
         gain = rates["sarathi-serve, TP 4 x PP 2", slo].over(rates[name, slo])
-        found.publish(f"sarathi-serve over {name}, {slo}", paper, gain)
+        result.publish(f"sarathi-serve over {name}, {slo}", paper, gain)
     gap = rates["vllm, TP 4 x PP 2", "strict"] > rates["vllm, TP 8", "strict"]
-    found.expect("the pipeline serves more under vllm, too", gap)
-    return found
+    result.expect("the pipeline serves more under vllm, too", gap)
+    return result
 
 
-def add_decodes(found: Found, tensor: CostModel, pipeline: CostModel) -> None:
+def add_decodes(result: Result, tensor: CostModel, pipeline: CostModel) -> None:
     """Add what decodes take without a pipeline and with one, over links of several rates."""
     for batch, gb_per_s in product((8, 32, 128), (10, 5, 2.5)):
         link = pipeline.pp_link._replace(bytes_per_s=1e9 * gb_per_s)
@@ -202,10 +206,10 @@ def add_decodes(found: Found, tensor: CostModel, pipeline: CostModel) -> None:
             "TP 4 x PP 2": replace(pipeline, pp_link=link).seconds(riding),
         }
         ratio = seconds["TP 8"] / seconds["TP 4 x PP 2"]
-        found.add(f"{batch} decodes, {gb_per_s} GB/s, s", seconds | {"over that": ratio})
+        result.add(f"{batch} decodes, {gb_per_s} GB/s, s", seconds | {"over that": ratio})
     more_than_twice = Bounded(2, "at least")
-    ratio = found.rows["32 decodes, 5 GB/s, s"]["over that"]
-    found.publish("TBT of decodes with TP 8 over TP 4 x PP 2", more_than_twice, ratio)
+    ratio = result.rows["32 decodes, 5 GB/s, s"]["over that"]
+    result.publish("TBT of decodes with TP 8 over TP 4 x PP 2", more_than_twice, ratio)
 
 
 TTFT_S = 0.4  # the targets of D-F1, as we read the lines of the figure
@@ -213,9 +217,12 @@ TBT_S = 0.04
 
 
 @claim(
-    "D-F1", "Two pools serve more per GPU than whole prompts, not than chunks", A100_13B, here="no"
+    "D-F1",
+    "Two pools serve more per GPU than whole prompts, not than chunks",
+    A100_13B,
+    measured="no",
 )
-def goodput_of_pools(lab: PaperLab) -> Found:
+def goodput_of_pools(lab: PaperLab) -> Result:
     """Nobody's prompt delays a decode in another pool, but each pool waits for the other's load.
 
     DistServe has OPT-13B and compares with vLLM. Goodput is the highest rate per GPU, of some 1.3
@@ -225,7 +232,7 @@ def goodput_of_pools(lab: PaperLab) -> Found:
         "sarathi-serve:512": ("sarathi-serve:512", None),
         "pools 2:1": ("sarathi-serve:2048", Pools(2, 1)),
     }
-    found = Found("server")
+    result = Result("server")
     for name, (policy, pools) in servers.items():
         gpus = pools.instances if pools else 1
         lengths = make_lengths("512+64", 200, 2048, seed=0)
@@ -234,12 +241,12 @@ def goodput_of_pools(lab: PaperLab) -> Found:
         rates = [possible * 0.25 * ratio**i for i in range(9)]  # up to twice the estimate
         failed = partial(misses_goodput, lab, policy, pools)
         met = bisect_left(rates, True, key=failed)
-        found.add(name, {"goodput per GPU": rates[met - 1] / gpus if met else 0.0})
-    goodput = found.column("goodput per GPU")
-    found.publish("pools over vLLM, OPT-13B", 2.1, goodput["pools 2:1"] / goodput["vllm"])
+        result.add(name, {"goodput per GPU": rates[met - 1] / gpus if met else 0.0})
+    goodput = result.column("goodput per GPU")
+    result.publish("pools over vLLM, OPT-13B", 2.1, goodput["pools 2:1"] / goodput["vllm"])
     in_order = goodput["vllm"] < goodput["pools 2:1"] <= goodput["sarathi-serve:512"]
-    found.expect("whole prompts < pools < chunks", in_order)
-    return found
+    result.expect("whole prompts < pools < chunks", in_order)
+    return result
 
 
 def misses_goodput(lab: PaperLab, policy: str, pools: Pools | None, qps: float) -> bool:

@@ -5,7 +5,7 @@
 Schedulers on a clock that counts iterations: no model, no times. Read next: today.py."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
@@ -163,11 +163,18 @@ def _who_pays(policy: str, outputs: tuple[int, int]) -> str:
 
 
 class Difference(NamedTuple):
-    """Where two policies decide differently for the first time."""
+    """A load on which two policies decide differently."""
 
     load: TinyLoad
-    iteration: int
     steps: tuple[list[Step], list[Step]]  # of both, to the end
+
+
+def history(scheduler: Scheduler) -> list[Step]:
+    """The batches of a scheduler until all requests have ended."""
+    steps = []
+    while scheduler.requests:
+        steps.append(step(scheduler))
+    return steps
 
 
 def steps_of(policy: str, load: TinyLoad) -> list[Step]:
@@ -175,10 +182,7 @@ def steps_of(policy: str, load: TinyLoad) -> list[Step]:
     scheduler = new_scheduler(policy, load.pages, load.chunk, max_len=load.pages)
     for number, (prompt_len, output_len) in enumerate(load.requests):
         add(scheduler, number, prompt_len, output_len)
-    steps = []
-    while scheduler.requests:
-        steps.append(step(scheduler))
-    return steps
+    return history(scheduler)
 
 
 def tiny_loads(size: int) -> Iterator[TinyLoad]:
@@ -200,9 +204,8 @@ def smallest_difference(first: str, second: str, largest: int = 14) -> Differenc
     for size in range(4, largest + 1):
         for load in tiny_loads(size):
             steps = steps_of(first, load), steps_of(second, load)
-            for iteration, (ours, theirs) in enumerate(zip(*steps, strict=False)):
-                if ours != theirs:
-                    return Difference(load, iteration, steps)
+            if steps[0] != steps[1]:
+                return Difference(load, steps)
     return None
 
 
@@ -212,21 +215,11 @@ def differs(first: str, second: str, load: RandomLoad, ample: bool) -> bool:
     if ample:
         positions = (config.max_batch or 1) * (config.max_len or 1)
         config = replace(config, pages=positions)
-    histories: list[Sequence[Step]] = []
+    histories = []
     for policy in (first, second):
         scheduler = scheduler_of(replace(config, policy=policy), time.monotonic)
-        prompts = zip(load.arrivals, load.prompts, strict=True)
-        for number, (arrival, prompt) in enumerate(prompts):
-            request = Request(
-                number,
-                list(prompt),
-                prompt_len=len(prompt),
-                max_new_tokens=arrival.output_len,
-                arrival=float(number),
-            )
-            scheduler.add(request)
-        steps = []
-        while scheduler.requests:
-            steps.append(step(scheduler))
-        histories.append(steps)
+        for number, arrival in enumerate(load.arrivals):
+            request = add(scheduler, number, arrival.prompt_len, arrival.output_len)
+            request.tokens[:] = load.prompts[number]
+        histories.append(history(scheduler))
     return histories[0] != histories[1]

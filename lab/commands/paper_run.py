@@ -14,12 +14,12 @@ from cli.files import options_json, write_json, wrote
 from cli.loading import load_model, resolve_model
 from cli.model import ModelOptions, split_names
 from lab.claims import CLAIMS
-from lab.claims.claim import Claim, Found, agreement
+from lab.claims.claim import Claim, Result, agreement
 from lab.claims.labs import PaperLab, RealLab
 from lab.measure.machine_info import measure_machine
 
 PICTURES = ("S-F3", "S-F9", "S-F12", "S-F13", "SS-F1", "SS-F7", "SS-F8", "SS-F10")
-Machines = dict[str, Found]  # by the name of the machine
+Machines = dict[str, Result]  # by the name of the machine
 
 
 def run(
@@ -52,10 +52,9 @@ def run(
         draw(claim, columns, plot)
         report[claim.id] = {"sentence": claim.sentence, "notes": notes}
         for column, machines in columns.items():
-            found = {name: each.to_json() for name, each in machines.items()}
-            report[claim.id][column] = found
+            report[claim.id][column] = {name: each.to_json() for name, each in machines.items()}
     if computed:
-        print(agreement(found for machines in computed.values() for found in machines.values()))
+        print(agreement(result for machines in computed.values() for result in machines.values()))
     machine = lab.info.to_json() if lab else None
     record = {"options": {"on": on, **options_json(model)}, **provenance(), "machine": machine}
     write_json(json, record | {"claims": report})
@@ -63,22 +62,29 @@ def run(
 
 
 def compute(claims: list[Claim]) -> dict[str, Machines]:
-    """What the cost model has of each claim, on the machines of its paper."""
-    tasks = [(claim.id, place) for claim in claims for place in range(len(claim.systems))]
-    computed: dict[str, Machines] = {claim.id: {} for claim in claims}
+    """What the cost model has of each claim, on the machines of its paper. Claims about one machine
+    share its lab, which brings no load twice to a server. The machine of most claims goes first."""
+    claims_of: dict[str, list[str]] = {}  # ids by the name of a machine
+    for claim in claims:
+        for system in claim.systems:
+            claims_of.setdefault(system.name, []).append(claim.id)
+    tasks = sorted(claims_of.items(), key=lambda task: len(task[1]), reverse=True)
     with Pool(initializer=gc.disable) as pool:  # simulations make no cycles
-        results = pool.imap(compute_one, tasks, chunksize=1)
+        results = pool.imap(compute_on, tasks, chunksize=1)
         bar = tqdm(results, "computed", len(tasks), leave=False, disable=None)
-        for (claim_id, place), found in zip(tasks, bar, strict=True):
-            computed[claim_id][CLAIMS[claim_id].systems[place].name] = found
-    return computed
+        results_on = {name: results for (name, _), results in zip(tasks, bar, strict=True)}
+    return {
+        claim.id: {system.name: results_on[system.name][claim.id] for system in claim.systems}
+        for claim in claims
+    }
 
 
-def compute_one(task: tuple[str, int]) -> Found:
-    """What a claim finds on one of its systems."""
-    claim_id, place = task
-    claim = CLAIMS[claim_id]
-    return claim.function(PaperLab(claim.systems[place]))
+def compute_on(task: tuple[str, list[str]]) -> dict[str, Result]:
+    """What claims find on one machine, by their ids."""
+    name, ids = task
+    (system,) = {s for id in ids for s in CLAIMS[id].systems if s.name == name}
+    lab = PaperLab(system)
+    return {id: CLAIMS[id].function(lab) for id in ids}
 
 
 def real_lab(options: ModelOptions) -> RealLab:
@@ -92,34 +98,34 @@ def real_lab(options: ModelOptions) -> RealLab:
 
 def reason_not_here(claim: Claim, lab: RealLab, on: str | None) -> str:
     """Why a claim is not measured here, in words; "" if it is."""
-    if claim.here == "no":
+    if claim.measured == "no":
         return "one device cannot show it"
-    if claim.here == "slow" and on != "here":
+    if claim.measured == "slow" and on != "here":
         return "takes long, see --on here"
     return claim.missing_ridge(lab.ridge)
 
 
-def measure(claim: Claim, lab: RealLab) -> Found:
+def measure(claim: Claim, lab: RealLab) -> Result:
     """What a claim finds on this machine."""
     lab.busy = False
-    found = claim.function(lab)
-    found.busy = lab.busy
-    return found
+    result = claim.function(lab)
+    result.busy = lab.busy
+    return result
 
 
 def draw(claim: Claim, columns: dict[str, Machines], plot: Path | None) -> None:
     """Draw what was found on the last machine, to plot-ID.png, if the claim has a picture."""
-    found = [each for machines in columns.values() for each in machines.values()]
-    if not plot or claim.id not in PICTURES or not found:
+    results = [each for machines in columns.values() for each in machines.values()]
+    if not plot or claim.id not in PICTURES or not results:
         return
     file = str(plot.with_stem(f"{plot.stem}-{claim.id}"))
-    if found[-1].picture:
-        found[-1].picture(file)
+    if results[-1].picture:
+        results[-1].picture(file)
     else:
         from lab.pictures.bars import plot_bars  # matplotlib takes a second
 
-        heads = dict.fromkeys(head for row in found[-1].rows.values() for head in row)
-        panels = {head: found[-1].column(head) for head in heads}
+        heads = dict.fromkeys(head for row in results[-1].rows.values() for head in row)
+        panels = {head: results[-1].column(head) for head in heads}
         plot_bars(panels, f"{claim.id}: {claim.sentence}", file)
     wrote(file)
 

@@ -273,7 +273,7 @@ def pooled_servers(
     pools: Pools, machine: SimulatedMachine, config: EngineConfig
 ) -> dict[str, Serve]:
     """Two pools that prefill whole prompts, or chunks, and send keys and values layer by layer."""
-    kv_link = KVLink.of(machine.cost, LINKS["infiniband"], layer_wise=True)
+    kv_link = KVLink.of(machine.cost, LINKS["infiniband"])
     servers: dict[str, Serve] = {}
     for kind, cuts_prompts in {"": False, " chunks": True}.items():
         run = partial(

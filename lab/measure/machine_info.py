@@ -1,6 +1,6 @@
 """The machine and the model that numbers depend on, and the limits that times are compared with.
 
-    info = measure_machine(model, "llama-160m", rows=256)
+    info = measure_machine(model, "wide-160m", rows=256)
     print(info.heading())       what stands above all tables
     info.to_json()              what --json holds
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from config import GPTConfig
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, Device, Link, find
@@ -40,29 +40,6 @@ class LayerSeconds(NamedTuple):
     elementwise: float  # norms, sums, rotation, activation
     all_reduce: float  # between the GPUs that share the layer
     attention: float
-
-
-class Cost(Protocol):
-    """What a simulation asks: how long a batch takes on each stage of a pipeline."""
-
-    @property
-    def pp(self) -> int:
-        """The number of stages."""
-        ...
-
-    @property
-    def cpu_s(self) -> float:
-        """The CPU time in each stage's seconds, before its GPU has work."""
-        ...
-
-    @property
-    def tile(self) -> int:
-        """The number of rows that a matrix product rounds its tokens up to a multiple of."""
-        ...
-
-    def stages(self, batch: Chunks) -> StageTimes:
-        """The StageTimes of a batch."""
-        ...
 
 
 class Matrix(NamedTuple):
@@ -197,7 +174,6 @@ class CostModel:
     def layer_seconds(self, batch: Chunks) -> LayerSeconds:
         """The LayerSeconds of a batch. Attention goes chunk by chunk, and over all chunks of one
         token (decodes) at once."""
-        linear_s, others_s, all_reduce_s = self.token_seconds(token_count(batch))
         chunks = [(start, n) for _, start, n in batch if n > 1]
         attention_s = sum([self.chunk_seconds(start, n) for start, n in chunks])
         decodes = len(batch) - len(chunks)
@@ -206,6 +182,7 @@ class CostModel:
             keys = sum(map(START, batch)) - sum([start for start, _ in chunks]) + decodes
             riding = self.device.riding if attention_s else 1  # SARATHI, Table 2
             attention_s += self.device.op_s + riding * self._key_s * keys
+        linear_s, others_s, all_reduce_s = self.token_seconds(token_count(batch))
         return LayerSeconds(linear_s, others_s, all_reduce_s, attention_s)
 
     def token_seconds(self, tokens: int) -> tuple[float, float, float]:
@@ -242,12 +219,21 @@ class CostModel:
         return self.device.op_s + max(self._pair_s * pairs, self._key_s * (start + length))
 
     def stages(self, batch: Chunks) -> StageTimes:
-        """The StageTimes of a batch. The last stage has the output head, too."""
-        tokens = token_count(batch)
+        """The StageTimes of a batch."""
+        return self._stages(sum(self.layer_seconds(batch)), token_count(batch), len(batch))
+
+    def decode_stages(self, decodes: int, keys: int) -> StageTimes:
+        """The StageTimes of so many decodes that read `keys` in all, their own included."""
+        attention_s = self.device.op_s + self._key_s * keys
+        return self._stages(sum(self.token_seconds(decodes)) + attention_s, decodes, decodes)
+
+    def _stages(self, layer_s: float, tokens: int, chunks: int) -> StageTimes:
+        """The StageTimes of a batch, of which a layer takes `layer_s`. The last stage has the
+        output head, too."""
         n_embd = self.config.n_embd
-        seconds = [self.cpu_s + self.layers * sum(self.layer_seconds(batch))] * self.pp
+        seconds = [self.cpu_s + self.layers * layer_s] * self.pp
         vocabulary = self.config.vocab_size // self.tp
-        seconds[-1] += product_seconds(self.device, len(batch), n_embd, vocabulary)
+        seconds[-1] += product_seconds(self.device, chunks, n_embd, vocabulary)
         # to reach the next stage, each of the tp GPUs sends its part
         bytes_per_s = self.pp_link.bytes_per_s * (self.tp if self.pp_link.per_gpu else 1)
         return StageTimes(seconds, self.pp_link.step_s + BYTES * tokens * n_embd / bytes_per_s)

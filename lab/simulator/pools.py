@@ -6,7 +6,7 @@ The decisions are those of policies/pools.py. Each instance is one GPU, or some 
 layers. It is in a node of its own and has a port, through which all that it sends and receives
 goes. A batch of prompts yields its keys and values layer by layer. They are sent meanwhile
 (Splitwise §IV-C), so that only the last layer's transfer is exposed, unless the link is slower than
-the prefill; or all of them at the end. Read first: policies/pools.py, simulation.py."""
+the prefill. Read first: policies/pools.py, simulation.py."""
 
 import heapq
 from collections import defaultdict
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from config import EngineConfig
 from lab.measure.workload import Arrival
-from lab.simulator.cost_model import Cost, CostModel
+from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import Link
-from lab.simulator.simulation import Simulated, Simulation, run_simulation
+from lab.simulator.simulation import Simulated, Simulation
 from parallel.micro_batches import StageTime
 from policies import pages_of
 from policies.observers import Iteration
@@ -32,14 +32,14 @@ class KVLink(NamedTuple):
 
     link: Link
     token_bytes: float  # of a token in all layers, through one link
-    layers: int = 1  # that are sent one by one, each when it is computed; 1: all at the end
+    layers: int = 1  # that are sent one by one, each when it is computed
 
     @classmethod
-    def of(cls, cost: CostModel, link: Link, layer_wise: bool = True) -> "KVLink":
+    def of(cls, cost: CostModel, link: Link) -> "KVLink":
         """The KVLink of a model: each GPU sends its part, over its own link or over one for all."""
         gpus_of_link = 1 if link.per_gpu else cost.tp
         token_bytes = cost.kv_bytes * cost.layers * gpus_of_link
-        return cls(link, token_bytes, cost.layers if layer_wise else 1)
+        return cls(link, token_bytes, cost.layers)
 
     def seconds(self, tokens: int, layers: int) -> float:
         """Seconds to send one of so many equal parts of the keys and values."""
@@ -93,7 +93,7 @@ class PoolSimulation(Simulation):
 
     def __init__(
         self,
-        cost: Cost,
+        cost: CostModel,
         config: EngineConfig,
         pools: Pools,
         kv_link: KVLink,
@@ -233,7 +233,7 @@ class PoolSimulation(Simulation):
 
 
 def simulate_pools(
-    cost: Cost,
+    cost: CostModel,
     config: EngineConfig,
     arrivals: Sequence[Arrival],
     pools: Pools,
@@ -248,5 +248,5 @@ def simulate_pools(
     simulation = PoolSimulation(
         cost, config, pools, kv_link, cuts_prompts=cuts_prompts, record=record
     )
-    simulated = run_simulation(simulation, arrivals, prompts, **watching)
+    simulated = simulation.serve(arrivals, prompts, **watching)
     return replace(simulated, run=replace(simulated.run, transfers=simulation.sent))

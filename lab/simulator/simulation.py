@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from config import EngineConfig
 from lab.measure.arrival import Arrival
 from lab.measure.run_loop import LoadRun, Run
-from lab.simulator.cost_model import Cost, CostModel, StageTimes
+from lab.simulator.cost_model import CostModel, StageTimes
 from parallel.micro_batches import MicroBatches, StageRun, StageTime
 from policies import scheduler_of, with_tile
 from policies.observers import Iteration
@@ -42,49 +42,9 @@ class Simulated:
     """What was seen of a simulation."""
 
     run: Run  # as of a real engine
-    batches: int
     busy: dict[tuple[int, int], float]  # (replica, stage) -> seconds that it worked
-    utilisation: float  # share of the time that the stages worked, on average
     bubbles: dict[int, float]  # request -> seconds that stages waited for its batches
     stage_runs: list[StageRun]  # [] without a record
-
-
-def simulate(
-    cost: Cost,
-    config: EngineConfig,
-    arrivals: Sequence[Arrival],
-    prompts: Sequence[list[int]] | None = None,
-    *,
-    replicas: int = 1,
-    record: bool = True,
-    **watching: Any,
-) -> Simulated:
-    """Serve `arrivals` on a clock that counts. `record` is as of Simulation, `prompts` and
-    `watching` as of LoadRun. Raises ValueError where an engine would, and for prefix caching
-    without prompts."""
-    simulation = Simulation(cost, config, replicas=replicas, record=record)
-    return run_simulation(simulation, arrivals, prompts, **watching)
-
-
-def run_simulation(
-    simulation: "Simulation",
-    arrivals: Sequence[Arrival],
-    prompts: Sequence[list[int]] | None = None,
-    **watching: Any,
-) -> Simulated:
-    """Bring a load to a simulation, and return what was seen of it."""
-    if simulation.config.prefix_caching and prompts is None:
-        raise ValueError("prompts=None: prefix_caching needs their token ids")
-    run = LoadRun(simulation, arrivals, prompts, **watching).run()
-    busy_s = sum(simulation.busy.values())
-    return Simulated(
-        run=run,
-        batches=simulation.batches,
-        busy=simulation.busy,
-        utilisation=busy_s / (len(simulation.busy) * run.seconds or 1.0),
-        bubbles=simulation.bubbles,
-        stage_runs=simulation.stage_runs,
-    )
 
 
 class Ready(NamedTuple):
@@ -104,7 +64,6 @@ class SteadyDecodes:
     page. This is what simulations without a record spend most of their iterations on."""
 
     batch: Batch  # as it was first
-    requests: list[Request]
     keys: int  # that the decodes read the next time, their own included
     left: int
     times: list[float] = field(default_factory=list)  # of tokens that the requests do not have yet
@@ -113,36 +72,36 @@ class SteadyDecodes:
     def of(cls, scheduler: Scheduler, batch: Batch) -> "SteadyDecodes | None":
         """The SteadyDecodes that follow a batch whose requests have moved on; None if there are
         none, or if the policy is none of STEADY_POLICIES."""
-        requests = scheduler.running
         if type(scheduler) not in STEADY_POLICIES or scheduler.observers:
             return None
-        if not requests or len(batch) != len(requests):
+        running = scheduler.running
+        if len(batch) != len(running) or not batch[-1].request.is_decoding:
             return None
         page_size = scheduler.pages.page_size
-        keys = len(requests)
-        left = requests[0].max_new_tokens
-        for chunk, request in zip(batch, requests, strict=True):
-            if chunk.request is not request or not request.is_decoding:
+        keys = len(batch)
+        left = batch[0].request.max_new_tokens
+        for (request, _, _), running_request in zip(batch, running, strict=True):
+            computed = request.num_computed
+            if request is not running_request or not request.is_decoding:
                 return None
-            output_len = len(request.tokens) - request.prompt_len
-            room = len(request.pages) * page_size - request.num_computed
-            left = min(left, room, request.max_new_tokens - output_len - 1)
-            keys += request.num_computed
-        return cls(batch, list(requests), keys, left) if left > 0 else None
+            room = len(request.pages) * page_size - computed
+            tokens_left = request.prompt_len + request.max_new_tokens - len(request.tokens) - 1
+            left = min(left, room, tokens_left)
+            keys += computed
+        return cls(batch, keys, left) if left > 0 else None
 
     def move_on(self, now: float) -> None:
         """Note that each request has one more token at time `now`."""
         self.times.append(now)
-        self.keys += len(self.requests)
+        self.keys += len(self.batch)
         self.left -= 1
 
     def settle(self) -> None:
         """Give the requests their tokens, as Scheduler.advance would have done one by one."""
-        for request in self.requests:
+        for request, _, _ in self.batch:
             request.num_computed += len(self.times)
             request.tokens.extend(bytes(len(self.times)))
             request.token_times += self.times
-        self.times = []
 
 
 class Simulation(MicroBatches):
@@ -153,13 +112,11 @@ class Simulation(MicroBatches):
     probe_readings = ()  # no other process takes time of the machine
 
     def __init__(
-        self, cost: Cost, config: EngineConfig, *, replicas: int = 1, record: bool = True
+        self, cost: CostModel, config: EngineConfig, *, replicas: int = 1, record: bool = True
     ) -> None:
         self.cost = cost
         self.config = with_tile(config, cost.tile)
         self.record = record
-        # whether SteadyDecodes are looked for; other costs may ask for the chunks of a batch
-        self.repeats = not record and type(cost) is CostModel and not config.prefix_caching
         self.now = 0.0  # in seconds
         self.batches = 0
         self.last_iteration: Iteration | None = None
@@ -169,6 +126,19 @@ class Simulation(MicroBatches):
         self.steady: list[SteadyDecodes | None] = [None] * len(self.schedulers)
         self.idle = deque(range(len(self.schedulers)))  # micro-batches that found no work
         self._wake()
+
+    def serve(
+        self,
+        arrivals: Sequence[Arrival],
+        prompts: Sequence[list[int]] | None = None,
+        **watching: Any,
+    ) -> Simulated:
+        """Serve a load. `prompts` and `watching` are as of LoadRun. Raises ValueError where an
+        engine would, and for prefix caching without prompts."""
+        if self.config.prefix_caching and prompts is None:
+            raise ValueError("prompts=None: prefix_caching needs their token ids")
+        run = LoadRun(self, arrivals, prompts, **watching).run()
+        return Simulated(run, self.busy, self.bubbles, self.stage_runs)
 
     def make_schedulers(self, replicas: int) -> Sequence[Scheduler]:
         """One for each micro-batch of all replicas."""
@@ -233,11 +203,11 @@ class Simulation(MicroBatches):
         self.last_iteration = None
         micro_batch = heapq.heappop(self.ready).micro_batch
         steady = self.steady[micro_batch]
-        if steady and steady.left > 0 and not self.queue:
+        scheduler = self.schedulers[micro_batch]
+        if steady and steady.left > 0 and not self._admits(scheduler):
             self._repeat(micro_batch, steady)
             return []
         self._settle(micro_batch)
-        scheduler = self.schedulers[micro_batch]
         batch = self.next_batch(micro_batch, self.now)
         if batch is None:
             self.idle.append(micro_batch)
@@ -256,9 +226,22 @@ class Simulation(MicroBatches):
         # chunk.yields_token, written out: there are many chunks
         tokens = [0 if start + n == len(request.tokens) else None for request, start, n in batch]
         events = self.events_of(scheduler.advance(batch, tokens, end))
-        if self.repeats:
+        if not (self.record or self.config.prefix_caching or self._admits(scheduler)):
             self.steady[micro_batch] = SteadyDecodes.of(scheduler, batch)
         return events
+
+    def _admits(self, scheduler: Scheduler) -> bool:
+        """Whether a scheduler could let the first in the queue run."""
+        return bool(self.queue) and scheduler.room_for(self.queue[0]) is not None
+
+    def events_of(self, new_tokens: list[tuple[Request, int]]) -> list[Event]:
+        """The Events of new tokens; without a record of those that end a request, as nobody looks
+        at the others."""
+        return [
+            Event.of(request, token)
+            for request, token in new_tokens
+            if self.record or request.finish_reason
+        ]
 
     def _send_through(self, micro_batch: int, cost: StageTimes) -> list[StageTime]:
         """When a batch that enters now is on each stage. Its micro-batch can go on afterwards."""
@@ -276,9 +259,8 @@ class Simulation(MicroBatches):
 
     def _repeat(self, micro_batch: int, steady: SteadyDecodes) -> None:
         """Let a batch of decodes be computed again."""
-        decodes = len(steady.requests)
-        one_reads_all = [(0, steady.keys - decodes, 1)] + [(0, 0, 1)] * (decodes - 1)
-        times = self._send_through(micro_batch, self.cost.stages(one_reads_all))
+        cost = self.cost.decode_stages(len(steady.batch), steady.keys)
+        times = self._send_through(micro_batch, cost)
         self.book(micro_batch, times, self.full_since(micro_batch), steady.batch)
         steady.move_on(times[-1].end)
 
@@ -289,14 +271,21 @@ class Simulation(MicroBatches):
             steady.settle()
             self.steady[micro_batch] = None
 
-    def events_of(self, new_tokens: list[tuple[Request, int]]) -> list[Event]:
-        """The Events of new tokens; without a record of those that end a request, as nobody looks
-        at the others."""
-        return [
-            Event.of(request, token)
-            for request, token in new_tokens
-            if self.record or request.finish_reason
-        ]
+
+def simulate(
+    cost: CostModel,
+    config: EngineConfig,
+    arrivals: Sequence[Arrival],
+    prompts: Sequence[list[int]] | None = None,
+    *,
+    replicas: int = 1,
+    record: bool = True,
+    **watching: Any,
+) -> Simulated:
+    """Serve `arrivals` on a clock that counts. `replicas` and `record` are as of Simulation, the
+    rest as of its `serve`."""
+    simulation = Simulation(cost, config, replicas=replicas, record=record)
+    return simulation.serve(arrivals, prompts, **watching)
 
 
 def bubble_kinds(stage_runs: Sequence[StageRun]) -> list[tuple[StageRun, str]]:
