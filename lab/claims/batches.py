@@ -157,10 +157,11 @@ def decode_speedup(lab: Lab) -> Found:
         for part, paper in papers.items():
             source = "text" if part == "a decode" else "fitted"
             found.publish(f"{part}, {name} of Table 2, ms", paper, ours[part], source)
-    speedups = found.column("speedup")
-    found.publish("largest speedup", 10, max(speedups.values()))
-    found.publish("smallest speedup", 2.8, [*speedups.values()][-1])
-    found.expect("every decode is cheaper riding", min(speedups.values()) > 1)
+    speedups = [*found.column("speedup").values()]
+    if speedups:  # or all were lost in the noise
+        found.publish("largest speedup", 10, max(speedups))
+        found.publish("smallest speedup", 2.8, speedups[-1])
+    found.expect("every decode is cheaper riding", min(speedups, default=0.0) > 1)
     return found
 
 
