@@ -157,10 +157,11 @@ def decode_speedup(lab: Lab) -> Result:
         for part, paper in papers.items():
             source = "text" if part == "a decode" else "fitted"
             result.publish(f"{part}, {name} of Table 2, ms", paper, ours[part], source)
-    speedups = result.column("speedup")
-    result.publish("largest speedup", 10, max(speedups.values()))
-    result.publish("smallest speedup", 2.8, [*speedups.values()][-1])
-    result.expect("every decode is cheaper riding", min(speedups.values()) > 1)
+    speedups = [*result.column("speedup").values()]
+    if speedups:  # or all were lost in the noise
+        result.publish("largest speedup", 10, max(speedups))
+        result.publish("smallest speedup", 2.8, speedups[-1])
+    result.expect("every decode is cheaper riding", min(speedups, default=0.0) > 1)
     return result
 
 
