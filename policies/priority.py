@@ -214,13 +214,13 @@ class Priority(Dynamic):
 
     def would_fit(self, request: Request, victims: list[Request]) -> bool:
         """Whether a waiting request has room once these have lost their memory."""
-        others = [running for running in self.running if running not in victims]
-        kept = {page for running in others for page in running.pages}
+        staying = [running for running in self.running if running not in victims]
+        kept = {page for running in staying for page in running.pages}
         cached_pages, needed_pages = self.plan_admission(request)
         needed_pages += len(kept.union(cached_pages))
-        if others:
+        if staying:
             needed_pages += self.pages.total * self.watermark_percent // 100
-        return len(others) < self.max_batch and needed_pages <= self.pages.total
+        return len(staying) < self.max_batch and needed_pages <= self.pages.total
 
     def is_late(self, request: Request) -> bool:
         """Whether it is realtime or high, and half its TTFT target has gone."""

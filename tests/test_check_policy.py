@@ -45,23 +45,23 @@ BROKEN = [  # (the method of a policy, what the violation says)
         "finish(self, r, reason):\n"
         "    if len(self.requests) == 1: self.pages.allocate(1)\n"
         "    super().finish(r, reason)",
-        LEAKS + "no running request has it",
+        LEAKS + "in 0 block tables, and must be in 1",
     ),
     (f"{BATCH}self.finish(batch[0][0], 'length'){RETURN}", LOST + "length, lacks 12 tokens"),
     (f"schedule(self): self.max_batch += 1; {UNCHANGED}", "'at most max_batch' is broken.* of 4"),
     (
         f"{BATCH}batch[0][0].is_decoding and batch[0][0].pages.pop(){RETURN}",
-        LEAKS + "no running request has it",
+        LEAKS + "in 0 block tables, and must be in 1",
     ),
     (f"{BATCH}self.running[-1].pages = self.running[0].pages{RETURN}", LEAKS + "in 2"),
     (
         f"{BATCH}batch[0] = Chunk(batch[0][0], 1, 2){RETURN}",
         rf"{CHUNKS}2 tokens from 1.*\(request 0,",
     ),
-    (f"{BATCH}batch.append(batch[0]){RETURN}", CHUNKS + r"another.*\(request 0,"),
+    (f"{BATCH}batch.append(batch[0]){RETURN}", CHUNKS + r".*one of 2 chunks.*\(request 0,"),
     (
         DROPS,
-        r"'no decode dropped' is broken: .* 1 other decodes \(request 0,",
+        r"'no decode dropped' is broken: .* 1 of 2 decodes \(request 0,",
     ),
     (
         f"schedule(self): list(map(self.preempt, self.prefilling())); {UNCHANGED}",
@@ -137,7 +137,7 @@ def test_a_broken_rule_is_named_with_iteration_and_request(method, message, tmp_
     assert re.match(f"the rule {message}", str(broken.value))
     violation = broken.value.violation
     assert violation.iteration > 0
-    assert bool(violation.request) != message.endswith("no running request has it")
+    assert bool(violation.request) != message.endswith("in 0 block tables, and must be in 1")
 
 
 @pytest.mark.parametrize("method, sharing, message", SHARED)

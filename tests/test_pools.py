@@ -7,8 +7,8 @@ from itertools import count
 import pytest
 
 from kv_cache import Pages
+from lab.simulator.two_pools import Pools, TwoPools
 from policies.pages import make_pages
-from policies.pools import Pools, TwoPools
 from scheduler import Request
 from tests.helpers import advance, check_integrity, owned, with_slow
 

@@ -15,7 +15,7 @@ from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import LINKS, Link
 from lab.simulator.pools import KVLink, PoolSimulation, Ports, simulate_pools
 from lab.simulator.simulation import simulate
-from policies.pools import Pools
+from lab.simulator.two_pools import Pools
 from tests.test_simulation import Law
 
 SERVE = "--simulate a100-80gb --preset llama3-8b --max-len 1024 --requests 12 --qps 20"

@@ -20,7 +20,7 @@ from lab.measure.token_budget import MAX_DELAY_S, Case, Profiled, TimedRunner
 from lab.measure.workload import Arrival
 from model import GPT
 from parallel.stages import runner_for
-from policies.pools import Sent
+from policies.observers import Sent
 from request import Request
 
 STEP = 1.5  # a factor of the rate, in a search

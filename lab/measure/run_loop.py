@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 from config import QueueFull
 from lab.measure.arrival import Arrival
-from policies.observers import Iteration
-from policies.pools import Sent
+from policies.observers import Iteration, Sent
 from policies.priority import PRIORITIES
 from request import Event, Request, Service
 from scheduler import Scheduler
