@@ -140,8 +140,8 @@ class VLLMV1(Recomputing):
             if request.pages:  # if not, it was preempted
                 self.add_chunk(batch, request)
         has_prefill = any(chunk.request in prefills for chunk in batch)
-        if len(self.preempted) == preempted_before:
-            has_prefill |= self.add_waiting(batch, only_decodes)
+        if len(self.preempted) == preempted_before and self.add_waiting(batch, only_decodes):
+            has_prefill = True
         self.steps = 1 if has_prefill else self.steps + 1
         if not batch and self.waiting:
             return self.schedule()  # the one that decodes has lost its memory to the others

@@ -160,10 +160,13 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one_of_its_class():
     assert sim.ttft(long) <= 63 * law(BatchShape(256)) + 20 * law(BatchShape(256, 1))
 
 
-@pytest.mark.parametrize("priority, start", [(REALTIME, 2000), (LOW, 100)])
-def test_the_budget_is_for_the_latest_start_of_all_that_may_run(priority, start):
-    """A low request waits for the high prefill that is at 100 tokens, a realtime one does not."""
-    sim = simulation(shares=True, max_len=20_000)
+@pytest.mark.parametrize(
+    "priority, max_batch, start", [(REALTIME, 3, 2000), (LOW, 3, 100), (REALTIME, 2, 100)]
+)
+def test_the_budget_is_for_the_latest_start_of_all_that_may_run(priority, max_batch, start):
+    """A low request waits for the high prefill that is at 100 tokens, a realtime one does not, if
+    it has a place beside the two that run."""
+    sim = simulation(shares=True, max_len=20_000, max_batch=max_batch)
     prompt = list(range(2010))  # all but the end is cached
     sim.run([Request(0, prompt, len(prompt), 1)])
     sim.add(request(1, NORMAL, 10, 500, arrival=sim.now, tbt_slo=0.2))
