@@ -48,6 +48,13 @@ def step(sim):
     return [chunk.request.id for chunk in sim.step()]
 
 
+def let_run(sim, each, computed):
+    """Let a request run, whatever a target says."""
+    each.num_computed = computed
+    each.pages = sim.scheduler.pages.allocate(38)
+    sim.scheduler.running.append(each)
+
+
 def running(sim):
     return sorted(each.id for each in sim.scheduler.running)
 
@@ -161,20 +168,18 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one_of_its_class():
 
 
 @pytest.mark.parametrize(
-    "priority, max_batch, start", [(REALTIME, 3, 2000), (LOW, 3, 100), (REALTIME, 2, 100)]
+    "priority, max_batch, start", [(REALTIME, 4, 2000), (LOW, 4, 100), (REALTIME, 3, 100)]
 )
 def test_the_budget_is_for_the_latest_start_of_all_that_may_run(priority, max_batch, start):
-    """A low request waits for the high prefill that is at 100 tokens, a realtime one does not, if
-    it has a place beside the two that run."""
+    """A low request waits for the high prefills, of which one is at 100 tokens. A realtime one does
+    not, if it has a place beside the three that run."""
     sim = simulation(shares=True, max_len=20_000, max_batch=max_batch)
     prompt = list(range(2010))  # all but the end is cached
     sim.run([Request(0, prompt, len(prompt), 1)])
     sim.add(request(1, NORMAL, 10, 500, arrival=sim.now, tbt_slo=0.2))
     sim.step()
-    begun = request(2, HIGH, 600)
-    begun.pages = sim.scheduler.pages.allocate(38)
-    begun.num_computed = 100
-    sim.scheduler.running.append(begun)
+    for number, computed in ((2, 100), (3, 50)):
+        let_run(sim, request(number, HIGH, 600), computed)
     sim.add(Request(99, list(prompt), len(prompt), 1, sim.now, service=Service(priority)))
     sim.scheduler.next_batch()
     assert sim.scheduler.max_start == start
@@ -255,6 +260,22 @@ def test_normal_requests_preempt_none_and_high_ones_are_not_preempted(priority, 
     for _ in range(60):
         sim.step()
     assert running(sim) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("fit, kept", [(7, [0, 1, 2, 3, 4, 5, 6]), (4, [0, 1, 3, 5])])
+def test_only_lower_decodes_that_break_a_tbt_target_are_preempted(fit, kept):
+    """A realtime decode with a target that `fit` decodes meet, and six lower ones."""
+    sim = simulation(chunk=2048)
+    for i, priority in enumerate([REALTIME, *[NORMAL, LOW] * 3]):
+        target = None if i else law(BatchShape(decodes=fit)) + 2e-4
+        decode = request(i, priority, 10, 400, tbt_slo=target)
+        sim.add(decode)
+        sim.scheduler.waiting.remove(decode)
+        let_run(sim, decode, computed=10)
+        decode.tokens.append(0)
+        decode.token_times.append(0.0)
+    assert sorted(step(sim)) == kept
+    assert sorted(step(sim)) == kept  # nobody comes back
 
 
 def test_a_request_preempted_for_a_target_is_not_preempted_repeatedly():
