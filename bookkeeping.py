@@ -33,6 +33,7 @@ class Bookkeeping:
     Schedulers that share a queue, as those of micro-batches, are `peers` of each other."""
 
     watermark_percent = 0  # of the pages: admission leaves them for running requests to grow into
+    to_recompute = 2  # tokens of a preempted request, at least: 1 would count as a decode
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class Bookkeeping:
 
     def plan_admission(self, request: Request) -> Admission:
         """The cached pages that hold the first tokens of a request, and how many more it needs."""
-        cached_pages = self.pages.find(request)
+        cached_pages = self.pages.find(request, self.to_recompute)
         reserved_pages = self.pages.needed(self.reserved(request))
         return Admission(cached_pages, reserved_pages - len(cached_pages))
 

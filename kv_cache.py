@@ -144,7 +144,7 @@ class Pages:
         """A page is in no block table any more. Here, it can be chosen again."""
         self._taken[page] = 0
 
-    def find(self, request: Request) -> list[int]:
+    def find(self, request: Request, to_recompute: int = 2) -> list[int]:
         """The pages that hold the first tokens of a waiting request already. Here, none."""
         return []
 

@@ -30,6 +30,7 @@ class Scheduler(Bookkeeping):
     reorders = False
     # or read pages that it computes itself
     shares_in_batch = False
+    only_decodes = False  # an instance of two pools, see lab/simulator/two_pools.py
 
     def grow_decodes(self) -> list[Request]:
         """The running requests that decode, each with a page for its next token.

@@ -16,8 +16,7 @@ from typing import Any, NotRequired, TypedDict
 
 from parallel.micro_batches import StageRun
 from policies.cards import CARDS
-from policies.observers import Iteration, Observer
-from policies.pools import DecodeInstance, PrefillInstance, Sent
+from policies.observers import Iteration, Observer, Sent
 from scheduler import Batch, Request, Scheduler
 
 MAX_QUEUE = 40  # this many waiting requests are recorded, in their order
@@ -85,7 +84,7 @@ class Iterated(Decision):
 
 
 class TransferInfo(TypedDict):
-    """A transfer between two pools: a Sent of policies/pools.py."""
+    """A transfer between two pools: a Sent of policies/observers.py."""
 
     id: int  # of the request
     source: int  # the number of an instance, as Iterated.micro_batch
@@ -136,10 +135,10 @@ class Recorder(Observer):
             "pages": len(schedulers) * first.pages.total,
             "page_size": first.pages.page_size,
         }
-        prefills = sum(isinstance(scheduler, PrefillInstance) for scheduler in schedulers)
-        if prefills:
-            names = instance_names("prefill", prefills)
-            names += instance_names("decode", len(schedulers) - prefills)
+        decodes = sum(scheduler.only_decodes for scheduler in schedulers)
+        if decodes:
+            prefills = len(schedulers) - decodes
+            names = instance_names("prefill", prefills) + instance_names("decode", decodes)
             self.settings |= {"note": POOLS_NOTE, "prefills": prefills, "instances": names}
         for scheduler in schedulers:
             scheduler.observers.append(self)
@@ -313,7 +312,7 @@ def why_head_waits(scheduler: Scheduler, batch: Batch) -> list[Any] | None:
     ["budget", tokens left, tokens to compute]  the budget is used up
     ["policy"]                                  there would be room, but the policy admits no more
     """
-    if not scheduler.waiting or isinstance(scheduler, DecodeInstance):
+    if not scheduler.waiting or scheduler.only_decodes:
         return None
     head = scheduler.waiting[0]
     pages = scheduler.pages

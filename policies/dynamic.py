@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from kv_cache import Pages
 from policies.cards import card
 from policies.iteration_time import BatchShape, IterationTime
 from scheduler import Batch, Request, SarathiServe
@@ -23,20 +24,22 @@ class Dynamic(SarathiServe):
     a batch takes. It may begin with a `profile`, a list of (BatchShape, seconds), see
     token_budget.py."""
 
+    # The budget is right for prefills that start after at most so many tokens of their request.
+    max_start: float = math.inf
+
     def __init__(
         self,
-        *args: Any,
+        pages: Pages,
+        *,
         tbt_slo: float | None = None,
         profile: Sequence[tuple[BatchShape, float]] = (),
         tile: int = 1,
-        **options: Any,
+        **sizes: Any,
     ) -> None:
-        super().__init__(*args, **options)
+        super().__init__(pages, **sizes)
         self.tbt_slo = tbt_slo
         self.tile = tile
         self.iteration_time = IterationTime(profile)
-        # The budget is right for prefills that start after at most so many tokens of their request.
-        self.max_start = math.inf
 
     def observe(self, batch: Batch, seconds: float) -> None:
         self.iteration_time.observe(BatchShape.of(batch), seconds)
@@ -64,7 +67,7 @@ class Dynamic(SarathiServe):
             return self.chunk
         if not decodes:
             return self.max_len
-        last_token_time = max([request.token_times[-1] for request in decodes])
+        last_token_time = max(request.token_times[-1] for request in decodes)
         seconds_left = tbt_slo - (self.clock() - last_token_time)
         self.max_start = self.latest_start(prefills)
         prefill_tokens = self.iteration_time.prefill_that_fits(

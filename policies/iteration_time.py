@@ -106,7 +106,7 @@ class IterationTime:
         base, prefill, decode, context, pair = self._coefficients
         seconds = base + prefill * shape.prefill_tokens + decode * shape.decodes
         seconds += context * shape.context_tokens + pair * shape.prefill_pairs
-        return max(0.0, self.scale * seconds)
+        return self.scale * seconds
 
     def observe(self, shape: BatchShape, seconds: float) -> None:
         """Learn from a batch of this shape. A time that no clock can have measured is ignored."""
@@ -116,12 +116,9 @@ class IterationTime:
         if predicted > 0:
             largest_error = OUTLIER * self.spread
             error = max(-largest_error, min(largest_error, math.log(seconds / predicted)))
-            self._learn_scale(error)
+            self.scale *= math.exp(PACE * error)  # follow the machine's speed
             if shape.decodes:
-                factor = self._caution_factor(shape, excess=seconds / predicted - 1)
-                if shape.prefill_tokens:  # the margin is for these; others are easier to predict
-                    self._learn_spread(error)
-                self._learn_caution(shape, factor)
+                self._learn_margin(shape, error, excess=seconds / predicted - 1)
         self._remember(shape, seconds, KEEP)
         self._fit(SWEEPS)
 
@@ -151,24 +148,15 @@ class IterationTime:
         fitting = bisect_right(sizes, seconds, key=slowest_seconds)
         return sizes[fitting - 1] if fitting else 0
 
-    def _learn_scale(self, error: float) -> None:
-        """Follow the machine's speed."""
-        self.scale *= math.exp(PACE * error)
-
-    def _caution_factor(self, shape: BatchShape, excess: float) -> float:
-        """By how much the caution changes if a full batch takes `excess` longer than predicted."""
-        if shape.prefill_tokens and excess > self.margin:
-            return max(ALARM, excess / self.margin)
-        return ALARM**-ALLOWED
-
-    def _learn_spread(self, error: float) -> None:
-        """Let the last error of a hybrid batch into the standard deviation."""
-        deviation = STANDARD_OVER_MEAN * abs(error)
-        spread = self.spread + SPREAD_PACE * (deviation - self.spread)
-        self.spread = max(SMALLEST_SPREAD, spread)
-
-    def _learn_caution(self, shape: BatchShape, factor: float) -> None:
-        """Change the caution by `factor`, or less if the batch is not full of decodes."""
+    def _learn_margin(self, shape: BatchShape, error: float, excess: float) -> None:
+        """Learn from a batch with decodes, which took `excess` longer than predicted."""
+        factor = ALARM**-ALLOWED  # for the caution; the power is less if decodes are few
+        if shape.prefill_tokens:  # the margin is for these; others are easier to predict
+            if excess > self.margin:
+                factor = max(ALARM, excess / self.margin)
+            deviation = STANDARD_OVER_MEAN * abs(error)
+            spread = self.spread + SPREAD_PACE * (deviation - self.spread)
+            self.spread = max(SMALLEST_SPREAD, spread)
         self.most_decodes = max(self.most_decodes, shape.decodes)
         caution = self.caution * factor ** (shape.decodes / self.most_decodes)
         self.caution = min(max(1.0, caution), LARGEST_MARGIN / self.spread)
@@ -185,12 +173,8 @@ class IterationTime:
     def _fit(self, sweeps: int) -> None:
         """Coordinate descent: set each coefficient in turn to its best value beside the others."""
         coefficients = self._coefficients
-        equations = [
-            [a + b for a, b in zip(decode_row, hybrid_row, strict=True)]
-            for decode_row, hybrid_row in zip(
-                self._decode_equations, self._hybrid_equations, strict=True
-            )
-        ]
+        pairs = zip(self._decode_equations, self._hybrid_equations, strict=True)
+        equations = [[a + b for a, b in zip(*pair, strict=True)] for pair in pairs]
         for _ in range(sweeps):
             for i, (*products, target) in enumerate(equations):
                 if products[i] > FORGOTTEN:

@@ -84,6 +84,29 @@ class Iteration(NamedTuple):
         return sum(chunk.is_decode for chunk in self.chunks)
 
 
+class Sent(NamedTuple):
+    """A transfer between two pools that has ended. Times are in seconds. Instances are numbered
+    from 0, those that prefill first, see lab/simulator/two_pools.py."""
+
+    request_id: int
+    source: int
+    target: int
+    tokens: int
+    prefilled: float  # when the first output token was known
+    start: float  # when memory was reserved; before `prefilled`, if layers are sent one by one
+    end: float
+
+    @property
+    def waited_s(self) -> float:
+        """How long the request waited for memory on the decode side, after its first token."""
+        return max(0.0, self.start - self.prefilled)
+
+    @property
+    def exposed_s(self) -> float:
+        """How long it was sent after its first token, with all before it on the same link."""
+        return self.end - max(self.start, self.prefilled)
+
+
 def chunk_records(batch: Batch) -> list[ChunkRecord]:
     """A record of each chunk of a batch whose requests have not moved on."""
     return [ChunkRecord(r.id, start, length, r.is_decoding) for r, start, length in batch]

@@ -8,7 +8,7 @@ stays cached until its memory is needed. The least recently used page is evicted
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from itertools import chain, islice
 
@@ -64,14 +64,14 @@ class CachedPages(PagesInRuns):
         else:
             super().release(page)
 
-    def find(self, request: Request) -> list[int]:
+    def find(self, request: Request, to_recompute: int = 2) -> list[int]:
         """The cached pages that hold the first tokens of a waiting request.
 
         The last token is always computed, because its logits give the next one: with pages of 4
         tokens, a prompt of 8 uses 1 cached page at most, and a prompt of 9 uses 2. After a
-        preemption with some output, 2 tokens are computed: with 1 it would count as a decode, and
-        the batch that is being made has its decodes already."""
-        to_compute = 1 if len(request.tokens) == request.prompt_len else 2
+        preemption with some output, `to_recompute` tokens are computed: with 1 it would count as a
+        decode, and the batch that is being made has its decodes already."""
+        to_compute = 1 if len(request.tokens) == request.prompt_len else to_recompute
         max_pages = (len(request.tokens) - to_compute) // self.page_size
         return self.match_prefix(self.hashes(request)[:max_pages])
 
@@ -85,10 +85,7 @@ class CachedPages(PagesInRuns):
 
     def keep(self, request: Request, start: int) -> None:
         """Let others find the pages that became full since num_computed was `start`."""
-        first = start // self.page_size
-        end = request.num_computed // self.page_size
-        if first < end:
-            self.publish(request.pages[first:end], self.hashes(request)[first:end])
+        self.publish(request, start, request.num_computed)
 
     def hashes(self, request: Request) -> list[bytes]:
         """The hashes of the full pages of request.tokens, in order."""
@@ -100,16 +97,20 @@ class CachedPages(PagesInRuns):
             hashes.append(sha256(previous_hash + page_tokens).digest())
         return hashes
 
-    def publish(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Let other requests reuse the pages that have these hashes. A hash keeps its page."""
-        for page, page_hash in zip(pages, hashes, strict=True):
+    def publish(self, request: Request, start: int, end: int) -> None:
+        """Let others find the pages that tokens start, ..., end - 1 fill. A hash keeps its page."""
+        filled = slice(start // self.page_size, end // self.page_size)
+        hashes = self.hashes(request)[filled]
+        for page, page_hash in zip(request.pages[filled], hashes, strict=True):
             self._hash_of[page] = page_hash
             self._page_of.setdefault(page_hash, page)
 
-    def withdraw(self, pages: Iterable[int]) -> None:
-        """Let nobody find these pages, which are in block tables, any more."""
+    def withdraw(self, request: Request, start: int, end: int) -> set[int]:
+        """Let nobody find the pages that these tokens were to fill any more. Returns them."""
+        pages = set(request.pages[start // self.page_size : end // self.page_size])
         for page in filter(self.is_cached, pages):
             del self._page_of[self._hash_of[page]]
+        return pages
 
     def match_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """The cached pages of these hashes, up to the first hash that has none."""

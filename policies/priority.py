@@ -1,11 +1,12 @@
 """Requests that are not equal: classes, and targets for TTFT and TBT. Read first: dynamic.py."""
 
 import math
-from bisect import bisect_left, insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 from typing import Any, NamedTuple, cast
 
+from kv_cache import Pages
 from policies.cards import card
 from policies.dynamic import Dynamic
 from policies.iteration_time import BatchShape
@@ -35,20 +36,13 @@ class Place(NamedTuple):
     request: Request
 
 
-class Lift(NamedTuple):
-    """When a request rises by one class."""
-
-    time: float
-    id: int
-    request: Request
-
-
 class ClassQueue:
     """A queue ordered by class, and within a class by `deadline`, a function of a request.
 
     It has the methods of a deque that a scheduler uses, and costs little more. A deadline is
     computed when a request joins. Every `ageing` seconds a waiting request rises by one class, up
-    to the class `highest`, so that no class starves."""
+    to the class `highest`, so that no class starves. Places and lifts are heaps: a place that its
+    request has left is passed over when it comes up."""
 
     def __init__(
         self,
@@ -61,25 +55,26 @@ class ClassQueue:
         self.ageing = ageing
         self.highest = highest
         self.clock = clock
-        self._places: list[Place] = []  # sorted
-        self._lifts: list[Lift] = []  # sorted
-        self._entries: dict[Request, tuple[Place, Lift]] = {}
+        self._places: list[Place] = []
+        self._lifts: list[tuple[float, Place]] = []  # when who stands there rises by one class
+        self._place_of: dict[Request, Place] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._place_of)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._entries)
+        return iter(self._place_of)
 
     def __getitem__(self, index: int) -> Request:
         """queue[0] is the first request. Raises IndexError if the queue is empty."""
         now = self.clock()
-        while self._lifts and self._lifts[0].time <= now:
-            request = self._lifts[0].request
-            place, _ = self._entries[request]
-            self.remove(request)
-            self._join(request, place.request_class - 1, place.deadline)
-        return self._places[index].request
+        while self._lifts and self._lifts[0][0] <= now:
+            _, place = heappop(self._lifts)
+            if self._place_of.get(place.request) == place:
+                self._join(place.request, place.request_class - 1, place.deadline)
+        while self._place_of.get(self._places[0].request) != self._places[0]:
+            heappop(self._places)
+        return self._places[0].request
 
     def aged_class(self, request: Request) -> int:
         """The class of a request after the time that has passed since its arrival."""
@@ -97,27 +92,20 @@ class ClassQueue:
         self._join(request, self.aged_class(request), -math.inf)
 
     def _join(self, request: Request, request_class: int, deadline: float) -> None:
-        lift_time = math.inf
+        place = Place(request_class, deadline, request.arrival, request.id, request)
+        self._place_of[request] = place
+        heappush(self._places, place)
         if request_class > self.highest:
             lifts = request.service.priority - request_class + 1
-            lift_time = request.arrival + self.ageing * lifts
-        place = Place(request_class, deadline, request.arrival, request.id, request)
-        lift = Lift(lift_time, request.id, request)
-        self._entries[request] = (place, lift)
-        insort(self._places, place)
-        insort(self._lifts, lift)
+            heappush(self._lifts, (request.arrival + self.ageing * lifts, place))
 
     def remove(self, request: Request) -> None:
         """Take a request out of the queue. Raises KeyError if it is not in it."""
-        place, lift = self._entries.pop(request)
-        del self._places[bisect_left(self._places, place)]
-        del self._lifts[bisect_left(self._lifts, lift)]
+        del self._place_of[request]
 
     def clear(self) -> None:
         """Take all requests out of the queue."""
-        self._places.clear()
-        self._lifts.clear()
-        self._entries.clear()
+        self._place_of.clear()
 
 
 @card(
@@ -138,20 +126,19 @@ class Priority(Dynamic):
     classes are given up, and if that does not help, lower classes are preempted."""
 
     reorders = True
+    ignores_lower_targets = False  # in this iteration: lower classes' TBT targets do not count
 
     def __init__(
         self,
-        *args: Any,
+        pages: Pages,
+        *,
         ttft_slo: float = 2.0,
         ageing: float = 30.0,
         ageing_to: str = "realtime",
-        **options: Any,
+        **sizes: Any,
     ) -> None:
-        super().__init__(*args, **options)
+        super().__init__(pages, **sizes)
         self.ttft_slo = ttft_slo
-        self.ignores_lower_targets = (
-            False  # in this iteration: lower classes' TBT targets do not count
-        )
         highest = PRIORITIES.index(ageing_to)
         self._class_queue = ClassQueue(self.deadline, ageing, self.clock, highest)
         self.waiting = cast("deque[Request]", self._class_queue)  # what is used of one
@@ -166,8 +153,12 @@ class Priority(Dynamic):
     def deadline(self, request: Request) -> float:
         """When its first token is due."""
         whole_prefill = BatchShape().with_chunk(0, len(request.tokens))  # even if it has begun
-        target = request.service.ttft_slo or self.ttft_slo
-        return request.arrival + target + self.iteration_time.predict(whole_prefill)
+        seconds = self.iteration_time.predict(whole_prefill)
+        return request.arrival + self.ttft_target(request) + seconds
+
+    def ttft_target(self, request: Request) -> float:
+        """How many seconds after its arrival the first token shall be there."""
+        return request.service.ttft_slo or self.ttft_slo
 
     def urgency(self, request: Request) -> tuple[float, ...]:
         """The order of prefills: the smallest goes first."""
@@ -176,12 +167,9 @@ class Priority(Dynamic):
     def tbt_slo_of(self, decodes: list[Request]) -> float | None:
         if not decodes:
             return None
-        if self.ignores_lower_targets:
-            decodes = [request for request in decodes if self.aged_class(request) <= HIGH]
-        targets = [request.service.tbt_slo for request in decodes if request.service.tbt_slo]
-        if self.tbt_slo:
-            targets.append(self.tbt_slo)
-        return min(targets, default=None)
+        lower = self.lower_classes(decodes) if self.ignores_lower_targets else []
+        targets = [request.service.tbt_slo for request in decodes if request not in lower]
+        return min(filter(None, [self.tbt_slo, *targets]), default=None)
 
     def latest_start(self, prefills: list[Request]) -> int:
         """As in Dynamic, but a waiting request that is more urgent than all prefills counts, too.
@@ -189,11 +177,8 @@ class Priority(Dynamic):
         It may find most of its prompt in the cache, and so start later than all of them."""
         start = super().latest_start(prefills)
         cached_tokens = self.cached_tokens_of_head()
-        if cached_tokens <= start:
-            return start
-        most_urgent = [min(prefills, key=self.urgency)] if prefills else []
-        if self.head_is_first(most_urgent) and self.room_for(self.waiting[0]):
-            return cached_tokens
+        if cached_tokens > start and self.head_is_first(sorted(prefills, key=self.urgency)):
+            return cached_tokens if self.room_for(self.waiting[0]) else start
         return start
 
     def grow_decodes(self) -> list[Request]:
@@ -212,17 +197,15 @@ class Priority(Dynamic):
         its TTFT target has gone, and there is no room for it, or no budget beside the decodes."""
         prefills = self.prefilling()
         head = self.waiting[0] if self.waiting else None
-        urgent = [r for r in (head, *prefills) if r and r.service.priority <= HIGH]
-        late = [request for request in urgent if self.is_late(request)]
+        late = [request for request in (head, *prefills) if request and self.is_late(request)]
         if late and not self.has_budget(decodes, prefills):
             self.ignores_lower_targets = True  # their targets, rather than their memory
         lower: list[Request] = []
         if self.too_slow(decodes) or (late and not self.has_budget(decodes, prefills)):
             lower = self.lower_classes(decodes)
-        if not lower and head and head in late and not self.room_for(head):
+        if not lower and head in late and not self.room_for(head):
             lower = self.lower_classes(self.running)
-            if not self.would_fit(head, lower):
-                return []
+            return lower if self.would_fit(head, lower) else []
         return lower
 
     def has_budget(self, decodes: list[Request], prefills: list[Request]) -> bool:
@@ -231,27 +214,24 @@ class Priority(Dynamic):
 
     def would_fit(self, request: Request, victims: list[Request]) -> bool:
         """Whether a waiting request has room once these have lost their memory."""
-        if len(self.running) - len(victims) >= self.max_batch:
-            return False
-        tables = Counter([page for victim in victims for page in victim.pages])
-        freed = {page for page, count in tables.items() if count == self.pages.ref_counts[page]}
+        staying = [running for running in self.running if running not in victims]
+        kept = {page for running in staying for page in running.pages}
         cached_pages, needed_pages = self.plan_admission(request)
-        needed_pages += self.pages.count_free(cached_pages) + len(freed.intersection(cached_pages))
-        if len(victims) < len(self.running):
+        needed_pages += len(kept.union(cached_pages))
+        if staying:
             needed_pages += self.pages.total * self.watermark_percent // 100
-        return needed_pages <= self.pages.num_free + len(freed)
+        return len(staying) < self.max_batch and needed_pages <= self.pages.total
 
     def is_late(self, request: Request) -> bool:
-        """Whether half its TTFT target has gone."""
-        return self.clock() - request.arrival >= (request.service.ttft_slo or self.ttft_slo) / 2
+        """Whether it is realtime or high, and half its TTFT target has gone."""
+        waited = self.clock() - request.arrival
+        return request.service.priority <= HIGH and waited >= self.ttft_target(request) / 2
 
     def too_slow(self, decodes: list[Request]) -> bool:
         """Whether these miss the TBT target of a realtime or high one even without any prefill."""
-        services = [r.service for r in decodes]
-        targets = [s.tbt_slo for s in services if s.tbt_slo and s.priority <= HIGH]
-        if not targets:
-            return False
-        return self.iteration_time.predict(BatchShape.of_decodes(decodes)) > min(targets)
+        targets = [r.service.tbt_slo for r in decodes if r.service.priority <= HIGH]
+        tightest = min(filter(None, targets), default=math.inf)
+        return self.iteration_time.predict(BatchShape.of_decodes(decodes)) > tightest
 
     def lower_classes(self, requests: list[Request]) -> list[Request]:
         """Those of these requests that are neither realtime nor high."""
@@ -270,20 +250,17 @@ class Priority(Dynamic):
 
     def schedule(self) -> Batch:
         decodes = self.grow_decodes()
-        prefills = self.prefilling()
+        prefills = sorted(self.prefilling(), key=self.urgency)
         batch = Batch(self.token_budget(decodes, prefills))
         batch.add_decodes(decodes)
-        prefills.sort(key=self.urgency)
         while batch.left > 0 and (request := self.next_prefill(prefills)):
             batch.add(request)
         return batch
 
     def next_prefill(self, prefills: list[Request]) -> Request | None:
         """Take the most urgent request: a waiting one, which is admitted, or the first prefill."""
-        if self.waiting and self.head_is_first(prefills):
-            request = self.admit()
-            if request:
-                return request
+        if self.waiting and self.head_is_first(prefills) and (request := self.admit()):
+            return request
         return prefills.pop(0) if prefills else None
 
     def head_is_first(self, prefills: list[Request]) -> bool:

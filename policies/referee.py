@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from policies.observers import Observer
 from policies.pages import CachedPages
-from request import Batch, Chunk, Request
+from request import Batch, Request
 from scheduler import Scheduler
 
 RULES = (
@@ -101,22 +101,8 @@ def no_page_leaked(scheduler: Scheduler) -> Iterator[Breach]:
         must_be_in = expected.get(page, 0)
         if in_tables[page] != must_be_in:
             owners = [request.id for request in running if page in request.pages]
-            if not owners:
-                yield Breach(None, f"page {page} was allocated, and no running request has it")
-                continue
             tables = f"{in_tables[page]} block tables, and must be in {must_be_in}"
-            yield Breach(owners, f"page {page} is in {tables}")
-
-
-def token_limit(request: Request, page_size: int) -> int:
-    """How many tokens of a request can be computed: those that are known and have memory."""
-    return min(len(request.tokens), len(request.pages) * page_size)
-
-
-def comes_next(chunk: Chunk, page_size: int) -> bool:
-    """Whether a chunk holds the next tokens of its request, and they have memory."""
-    request = chunk.request
-    return chunk.start == request.num_computed < chunk.end <= token_limit(request, page_size)
+            yield Breach(owners or None, f"page {page} is in {tables}")
 
 
 def chunks_come_next(
@@ -126,28 +112,23 @@ def chunks_come_next(
 
     Where a policy `shares_in_batch`, those `admitted` for this batch may read them, too."""
     pages = scheduler.pages
-    readers = scheduler.running
-    if scheduler.shares_in_batch:
-        readers = [request for request in readers if request.id not in admitted]
+    may_read = admitted if scheduler.shares_in_batch else ()
+    readers = [request for request in scheduler.running if request.id not in may_read]
     block_tables = Counter(page for request in readers for page in request.pages)
-    has_chunk = set()
-    for chunk in batch:
-        request, start, length = chunk
+    chunks = Counter(chunk.request for chunk in batch)
+    for request, start, length in batch:
         end = start + length
-        is_running = request in scheduler.running
-        is_next = comes_next(chunk, pages.page_size)
-        if not is_running or not is_next or request in has_chunk:
-            limits = f"{request.num_computed} are computed, {token_limit(request, pages.page_size)}"
-            observation = f"{length} tokens from {start}: {limits} can be"
-            if request in has_chunk:
-                observation += ", and it has another"
-            yield Breach(request.id, observation)
+        limit = min(len(request.tokens), len(request.pages) * pages.page_size)
+        is_next = start == request.num_computed < end <= limit
+        if request not in scheduler.running or not is_next or chunks[request] > 1:
+            limits = f"{request.num_computed} are computed, {limit} can be"
+            chunk = f"{length} tokens from {start}, one of {chunks[request]} chunks"
+            yield Breach(request.id, f"{chunk}: {limits}")
         for page in request.pages[start // pages.page_size : pages.needed(end)]:
             is_cached = isinstance(pages, CachedPages) and pages.is_cached(page)
             other_owners = block_tables[page] - (request in readers)
             if other_owners or (is_cached and not scheduler.shares_in_batch):
                 yield Breach(request.id, f"page {page} is written, and others read it")
-        has_chunk.add(request)
 
 
 def no_decode_dropped(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
@@ -158,11 +139,9 @@ def no_decode_dropped(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
         return
     has_chunk = {chunk.request for chunk in batch}
     decodes = [request for request in scheduler.running if request.is_decoding]
-    computed = sum(request in has_chunk for request in decodes)
-    for request in decodes:
-        if computed and request not in has_chunk:
-            decoding = "1 other decodes" if computed == 1 else f"{computed} others decode"
-            yield Breach(request.id, f"waits while {decoding}")
+    waiting = [request for request in decodes if request not in has_chunk]
+    for request in waiting if len(waiting) < len(decodes) else ():
+        yield Breach(request.id, f"waits, as {len(waiting)} of {len(decodes)} decodes")
 
 
 def in_order(scheduler: Scheduler, admitted: Collection[int]) -> Iterator[Breach]:
@@ -171,11 +150,11 @@ def in_order(scheduler: Scheduler, admitted: Collection[int]) -> Iterator[Breach
     Policies that order their queue otherwise say so: `reorders = True`."""
     if scheduler.reorders:
         return
-    victims = [request for request in scheduler.waiting if request.preemptions]
-    for request in scheduler.running:
-        for victim in victims if request.id in admitted else ():
-            if (victim.arrival, victim.id) < (request.arrival, request.id):
-                yield Breach(victim.id, f"was preempted, and request {request.id} goes before it")
+    newcomers = [(r.arrival, r.id) for r in scheduler.running if r.id in admitted]
+    for victim in scheduler.waiting if newcomers else ():
+        _, last = max(newcomers)
+        if victim.preemptions and (victim.arrival, victim.id) < max(newcomers):
+            yield Breach(victim.id, f"was preempted, and request {last} goes before it")
 
 
 def everybody_ends(
@@ -184,7 +163,7 @@ def everybody_ends(
     """There is a new token before twice the tokens of all requests were computed."""
     limit = 2 * sum(len(request.tokens) for request in requests)
     if tokens_in_vain > limit:
-        ids = list(dict.fromkeys(chunk.request.id for chunk in batch))
+        ids = [chunk.request.id for chunk in batch]
         yield Breach(ids, f"{tokens_in_vain} tokens were computed since the last new one")
 
 
@@ -195,18 +174,17 @@ class Referee(Observer):
         self.scheduler = scheduler
         self.policy = policy  # and its load, for the violation
         self.iterations = 0
-        self.requests: dict[Request, None] = {}  # all that have not ended, in order of arrival
+        self.requests: list[Request] = []  # all that have not ended, in order of arrival
         self.tokens_in_vain = 0  # computed since the last new token
         self.max_batch = scheduler.max_batch  # before the policy can change it
         self.running: set[int] = set()  # the ids of those that run
         self.admitted: set[int] = set()  # and of those admitted for the batch that is decided
-        self.have_run: set[int] = set()  # and of all that ever ran
         self.wasteful = ""  # the first time that a request was admitted for nothing, in words
         scheduler.observers.append(self)
 
     def added(self, scheduler: Scheduler, request: Request) -> None:
         """Remember a request, whatever becomes of it."""
-        self.requests[request] = None
+        self.requests.append(request)
 
     def decided(self, scheduler: Scheduler, batch: Batch) -> None:
         """Apply all rules to the next batch."""
@@ -219,28 +197,17 @@ class Referee(Observer):
         self.admitted = set()
         self._check_requests()
 
-    def _broken(self, rule: str, breach: Breach) -> BrokenRuleError:
-        """The error for a rule that is broken in this iteration."""
-        return BrokenRuleError(
-            Violation(
-                policy=self.policy,
-                iteration=self.iterations,
-                rule=rule,
-                request="" if breach.request is None else str(breach.request),
-                observation=breach.observation,
-            )
-        )
-
     def _expect_none(self, rule: str, breaches: Iterator[Breach]) -> None:
         """Raise BrokenRuleError for the first breach, if there is one."""
-        for breach in breaches:
-            raise self._broken(rule, breach)
+        for request, observation in breaches:
+            concerned = "" if request is None else str(request)
+            violation = Violation(self.policy, self.iterations, rule, concerned, observation)
+            raise BrokenRuleError(violation)
 
     def _check_requests(self) -> None:
         """Apply the rules that hold between any two calls of the scheduler."""
-        self._expect_none("nothing lost", nothing_lost(self.scheduler, list(self.requests)))
-        live = [request for request in self.requests if not request.finish_reason]
-        self.requests = dict.fromkeys(live)
+        self._expect_none("nothing lost", nothing_lost(self.scheduler, self.requests))
+        self.requests = [request for request in self.requests if not request.finish_reason]
         self._expect_none("at most max_batch", at_most_max_batch(self.scheduler, self.max_batch))
         self._expect_none("no page leaked", no_page_leaked(self.scheduler))
 
@@ -256,16 +223,12 @@ class Referee(Observer):
             self.tokens_in_vain = 0
         else:
             self.tokens_in_vain += sum(chunk.length for chunk in batch)
-        breaches = everybody_ends(list(self.requests), batch, self.tokens_in_vain)
+        breaches = everybody_ends(self.requests, batch, self.tokens_in_vain)
         self._expect_none("everybody ends", breaches)
-        self._look_for_waste(batch, running - self.have_run)
-        self.have_run |= running
-
-    def _look_for_waste(self, batch: Batch, admitted: set[int]) -> None:
-        """Note who was admitted when the budget was used up. No rule forbids that."""
-        has_chunk = {chunk.request.id for chunk in batch}
-        if admitted - has_chunk and batch.left <= 0 and not self.wasteful:
+        # no rule forbids to admit who gets nothing of a budget that is used up
+        wasted = self.admitted.difference(chunk.request.id for chunk in batch)
+        if wasted and batch.left <= 0 and not self.wasteful:
             self.wasteful = (
-                f"request {min(admitted - has_chunk)} is admitted when the budget is used up, and "
-                f"holds memory for nothing (iteration {self.iterations} of {self.policy})"
+                f"request {min(wasted)} is admitted when the budget is used up, and holds memory "
+                f"for nothing (iteration {self.iterations} of {self.policy})"
             )

@@ -4,14 +4,15 @@ Each is a small change of a policy in scheduler.py or today.py, and names where 
 `python bench.py today` shows what it gains and what it costs. Read first: today.py."""
 
 import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 from typing import Any, cast
 
+from kv_cache import Pages
 from policies.cards import card
 from policies.pages import CachedPages
-from policies.parts import move_to_front, quarter_by_default
+from policies.parts import add_prefills, move_to_front, output_left, quarter_by_default
 from policies.today import VLLMV1
 from scheduler import Admission, Batch, Request, SarathiServe
 
@@ -35,21 +36,16 @@ class ThresholdUnderContention(SarathiServe):
     Source: vllm-project/vllm issue #57413, a comment there: 4,096 tokens of 16,384."""
 
     def __init__(
-        self, *args: Any, long_prefill_token_threshold: int | None = None, **options: Any
+        self, pages: Pages, *, long_prefill_token_threshold: int | None = None, **sizes: Any
     ) -> None:
-        super().__init__(*args, **options)
+        super().__init__(pages, **sizes)
         self.threshold = quarter_by_default(long_prefill_token_threshold, self)
 
     def schedule(self) -> Batch:
         batch = Batch(self.chunk)
         batch.add_decodes(self.grow_decodes())
-        prefills = self.prefilling()
-        contended = len(prefills) + len(self.waiting) >= 2
-        limit = self.threshold if contended else sys.maxsize
-        for request in prefills:
-            batch.add(request, limit)
-        while batch.left > 0 and (request := self.admit()):
-            batch.add(request, limit)
+        contended = len(self.prefilling()) + len(self.waiting) >= 2
+        add_prefills(self, batch, self.threshold if contended else sys.maxsize)
         return batch
 
 
@@ -71,8 +67,8 @@ class PPAS(VLLMV1):
 
     drops_decodes = True
 
-    def __init__(self, *args: Any, pressed_budget: int | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, pages: Pages, *, pressed_budget: int | None = None, **sizes: Any) -> None:
+        super().__init__(pages, **sizes)
         self.pressed_budget = quarter_by_default(pressed_budget, self)
 
     def token_budget(self) -> int:
@@ -98,13 +94,14 @@ class SmallChunksWait(SarathiServe):
     that came before it in its prompt, and makes all answers wait for that.
     Source: vllm-project/vllm PR #54145."""
 
+    delay = 0  # batches since the last with prefill, while one waits
+
     def __init__(
-        self, *args: Any, least_chunk: int | None = None, max_delay: int = 8, **options: Any
+        self, pages: Pages, *, least_chunk: int | None = None, max_delay: int = 8, **sizes: Any
     ) -> None:
-        super().__init__(*args, **options)
+        super().__init__(pages, **sizes)
         self.least_chunk = quarter_by_default(least_chunk, self)
         self.max_delay = max_delay
-        self.delay = 0
 
     def token_budget(self, decodes: list[Request], prefills: list[Request]) -> int:
         too_small = self.chunk - len(decodes) < self.least_chunk
@@ -129,20 +126,17 @@ class EqualProgress(SarathiServe):
     Source: TensorRT-LLM's EQUAL_PROGRESS, cpp/tensorrt_llm/batch_manager/microBatchScheduler.cpp;
     vLLM's concurrent partial prefills, pull requests #10235 and #41399."""
 
-    def __init__(self, *args: Any, max_prefills: int = 4, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, pages: Pages, *, max_prefills: int = 4, **sizes: Any) -> None:
+        super().__init__(pages, **sizes)
         self.max_prefills = max_prefills
 
     def schedule(self) -> Batch:
         batch = Batch(self.chunk)
         batch.add_decodes(self.grow_decodes())
-        prefills = self.prefilling()
-        while len(prefills) < min(self.max_prefills, batch.left):
-            request = self.admit()
-            if request is None:
-                break
-            prefills.append(request)
-        prefills.sort(key=uncomputed)
+        most_prefills = min(self.max_prefills, batch.left)
+        while len(self.prefilling()) < most_prefills and self.admit():
+            pass
+        prefills = sorted(self.prefilling(), key=uncomputed)
         for i, request in enumerate(prefills):
             batch.add(request, max(1, batch.left // (len(prefills) - i)))
         return batch
@@ -176,11 +170,15 @@ class ShortestUncached(SarathiServe):
     def schedule(self) -> Batch:
         batch = Batch(self.chunk)
         batch.add_decodes(self.grow_decodes())
-        waiting = self.by_uncached() if len(self.running) < self.max_batch else []
+        uncached: dict[Request, int] = {}  # tokens of those that wait
+        if len(self.running) < self.max_batch:
+            for request in islice(self.waiting, WINDOW):
+                cached_pages = len(self.plan_admission(request).cached_pages)
+                uncached[request] = len(request.tokens) - cached_pages * self.pages.page_size
         for request in sorted(self.prefilling(), key=uncomputed):
-            shorter = [tokens for tokens, _, _ in waiting if tokens < uncomputed(request)]
+            shorter = [tokens for tokens in uncached.values() if tokens < uncomputed(request)]
             batch.add(request, max(self.pages.page_size, batch.left - sum(shorter)))
-        for _, _, request in waiting:
+        for request in sorted(uncached, key=uncached.__getitem__):
             if batch.left <= 0:
                 break
             move_to_front(self, request)
@@ -188,15 +186,6 @@ class ShortestUncached(SarathiServe):
                 break
             batch.add(request)
         return batch
-
-    def by_uncached(self) -> list[tuple[int, int, Request]]:
-        """(uncached tokens, place in the queue, request) of those that wait, the least first."""
-        page_size = self.pages.page_size
-        rows = []
-        for place, request in enumerate(islice(self.waiting, WINDOW)):
-            cached_pages = len(self.plan_admission(request).cached_pages)
-            rows.append((len(request.tokens) - cached_pages * page_size, place, request))
-        return sorted(rows, key=lambda row: row[:2])
 
 
 @card(
@@ -230,17 +219,12 @@ class Peak(SarathiServe):
 
     def peak_tokens(self, requests: Sequence[Request]) -> int:
         """The most tokens of memory that they ever hold together, each with a page not full."""
-        spare = self.pages.page_size - 1
-        rows = [
-            (r.prompt_len + r.max_new_tokens - len(r.tokens), len(r.tokens) + spare)
-            for r in requests
-        ]
-        rows.sort(reverse=True)
-        held = accumulate(tokens for _, tokens in rows)
-        return max(
-            tokens + count * output_left
-            for count, (tokens, (output_left, _)) in enumerate(zip(held, rows, strict=True), 1)
-        )
+        held = 0  # tokens of those that have as much output left, or more
+        peak = 0
+        for count, request in enumerate(sorted(requests, key=output_left, reverse=True), 1):
+            held += len(request.tokens) + self.pages.page_size - 1
+            peak = max(peak, held + count * output_left(request))
+        return peak
 
 
 @card(
@@ -261,26 +245,18 @@ class WaitForPrefix(SarathiServe):
 
     def admit(self) -> Request | None:
         pages = self.pages
-        if not isinstance(pages, CachedPages) or not self.waiting:
+        if not isinstance(pages, CachedPages) or len(self.running) >= self.max_batch:
             return super().admit()
-        computing = self.hashes_being_computed(pages)
-        if not computing:
-            return super().admit()
+        computing: set[bytes] = set()  # hashes of the pages that running prefills will fill
+        for request in self.prefilling():
+            computed_pages = request.num_computed // pages.page_size
+            computing.update(pages.hashes(request)[computed_pages:])
         for request in islice(self.waiting, WINDOW):
             usable_pages = (len(request.tokens) - 1) // pages.page_size
             if computing.isdisjoint(pages.hashes(request)[:usable_pages]):
                 move_to_front(self, request)
                 return super().admit()
         return None
-
-    def hashes_being_computed(self, pages: CachedPages) -> set[bytes]:
-        """Of the pages that prefills which have begun will fill."""
-        hashes: set[bytes] = set()
-        if len(self.running) < self.max_batch:
-            for request in self.prefilling():
-                computed_pages = request.num_computed // pages.page_size
-                hashes.update(pages.hashes(request)[computed_pages:])
-        return hashes
 
 
 class UserQueue:
@@ -292,13 +268,10 @@ class UserQueue:
     def __init__(self) -> None:
         self.served: dict[str, float] = {}  # the counter of each user
         self._turns: dict[str, int] = {}  # of equals, the user who is known longest is served first
-        self._waiting: dict[str, OrderedDict[Request, None]] = {}  # of users with any
+        self._waiting: dict[str, deque[Request]] = {}  # of users with any
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
 
     def __iter__(self) -> Iterator[Request]:
         return chain.from_iterable(self._waiting.values())
@@ -306,7 +279,7 @@ class UserQueue:
     def __getitem__(self, index: int) -> Request:
         """queue[0] is the first request. No other is asked for."""
         user = min(self._waiting, key=lambda user: (self.served[user], self._turns[user]))
-        return next(iter(self._waiting[user]))
+        return self._waiting[user][0]
 
     def append(self, request: Request) -> None:
         """Let a request join. Its user, if none of his waits, is lifted to the least of others."""
@@ -316,18 +289,16 @@ class UserQueue:
             served = max(served, min([self.served[other] for other in self._waiting]))
         self.served[user] = served
         self._turns.setdefault(user, len(self._turns))
-        self._waiting.setdefault(user, OrderedDict())[request] = None
+        self._waiting.setdefault(user, deque()).append(request)
 
     def appendleft(self, request: Request) -> None:
         """Let a request join before the others of its user."""
-        requests = self._waiting.setdefault(request.service.user, OrderedDict())
-        requests[request] = None
-        requests.move_to_end(request, last=False)
+        self._waiting.setdefault(request.service.user, deque()).appendleft(request)
 
     def remove(self, request: Request) -> None:
         """Take a request out of the queue."""
         user = request.service.user
-        del self._waiting[user][request]
+        self._waiting[user].remove(request)
         if not self._waiting[user]:
             del self._waiting[user]
 
@@ -356,8 +327,8 @@ class VTC(SarathiServe):
     PROMPT_PRICE = 1
     OUTPUT_PRICE = 2
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, pages: Pages, **sizes: Any) -> None:
+        super().__init__(pages, **sizes)
         self.waiting = cast("deque[Request]", UserQueue())  # what is used of one
 
     def count(self, request: Request, price: float) -> None:

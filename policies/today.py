@@ -13,13 +13,14 @@ propose; README.md beside this file, the tables and pictures."""
 
 import sys
 from collections.abc import Iterator
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 from typing import Any
 
+from kv_cache import Pages
 from policies.cards import card
 from policies.pages import CachedPages
-from policies.parts import add_prefills, move_to_back, move_to_front
-from scheduler import VLLM, Admission, Batch, Chunk, Request, SarathiServe, Scheduler
+from policies.parts import add_prefills, move_to_front, output_left
+from scheduler import VLLM, Admission, Batch, Request, SarathiServe, Scheduler
 
 
 class Recomputing(Scheduler):
@@ -30,9 +31,10 @@ class Recomputing(Scheduler):
 
     drops_decodes = True
     cuts_prompts = True
+    to_recompute = 1
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, pages: Pages, **sizes: Any) -> None:
+        super().__init__(pages, **sizes)
         self.prefill_end: dict[int, int] = {}  # by request id
 
     def is_prefilling(self, request: Request) -> bool:
@@ -59,17 +61,11 @@ class Recomputing(Scheduler):
         """The one that was admitted last is preempted first."""
         return (self.running.index(request),)
 
-    def cached_pages(self, request: Request) -> list[int]:
-        """The cached pages that hold the first tokens of a waiting request: all but its last."""
-        if not isinstance(self.pages, CachedPages):
-            return []
-        usable_pages = (len(request.tokens) - 1) // self.pages.page_size
-        return self.pages.match_prefix(self.pages.hashes(request)[:usable_pages])
-
-    def plan_admission(self, request: Request) -> Admission:
-        cached_pages = self.cached_pages(request)
-        new_pages = self.pages.needed(len(request.tokens)) - len(cached_pages)
-        return Admission(cached_pages, new_pages)
+    def cut(self, admission: Admission, request: Request, tokens: int) -> Admission:
+        """Of an Admission for all of a request, the part for a first chunk of so many tokens."""
+        cached_pages = len(admission.cached_pages)
+        end = min(cached_pages * self.pages.page_size + tokens, len(request.tokens))
+        return Admission(admission.cached_pages, self.pages.needed(end) - cached_pages)
 
 
 @card("vllm-v1", "#1616f3", engine="vLLM V1", version="0.33.0", equal="1,192 of 1,200")
@@ -98,22 +94,23 @@ class VLLMV1(Recomputing):
 
     shares_in_batch = True
     drops_decodes = False
+    limit = sys.maxsize  # tokens of one request in the next batch
+    steps = sys.maxsize  # since the last one with prefill
+    left_waiting = False  # whether the last prefills left some in the queue
 
     def __init__(
         self,
-        *args: Any,
+        pages: Pages,
+        *,
         long_prefill_token_threshold: int = 0,
         long_prefill_token_threshold_adaptive: bool = False,
         prefill_schedule_interval: int = 1,
-        **options: Any,
+        **sizes: Any,
     ) -> None:
-        super().__init__(*args, **options)
+        super().__init__(pages, **sizes)
         self.threshold = long_prefill_token_threshold
         self.adaptive = long_prefill_token_threshold_adaptive
         self.interval = prefill_schedule_interval
-        self.limit = sys.maxsize  # tokens of one request in the next batch
-        self.steps = self.interval  # since the last one with prefill
-        self.left_waiting = False  # whether the last prefills left some in the queue
 
     def token_budget(self) -> int:
         """How many tokens the next batch may have."""
@@ -130,22 +127,21 @@ class VLLMV1(Recomputing):
         self.batch = batch = Batch(self.token_budget())  # room_for looks at what is left of it
         self.limit = self.prefill_limit()
         preempted_before = len(self.preempted)
-        decodes = len(self.running) > len(self.prefilling())
+        prefills = self.prefilling()
+        decodes = len(self.running) > len(prefills)
         only_decodes = self.steps < self.interval and decodes and not self.left_waiting
-        has_prefill = False
         for request in self.running[:]:
-            is_prefill = self.is_prefilling(request)
             if batch.left == 0:
                 break
-            if only_decodes and is_prefill:
+            if only_decodes and request in prefills:
                 continue
             length = len(request.tokens) - request.num_computed
             self.grow(request, request.num_computed + min(length, self.limit, batch.left))
             if request.pages:  # if not, it was preempted
                 self.add_chunk(batch, request)
-                has_prefill |= is_prefill
-        if len(self.preempted) == preempted_before:
-            has_prefill |= self.add_waiting(batch, only_decodes)
+        has_prefill = any(chunk.request in prefills for chunk in batch)
+        if len(self.preempted) == preempted_before and self.add_waiting(batch, only_decodes):
+            has_prefill = True
         self.steps = 1 if has_prefill else self.steps + 1
         if not batch and self.waiting:
             return self.schedule()  # the one that decodes has lost its memory to the others
@@ -168,24 +164,12 @@ class VLLMV1(Recomputing):
     def add_chunk(self, batch: Batch, request: Request) -> None:
         """Add the next chunk, and let those who are admitted behind it find its pages."""
         if batch.add(request, self.limit) and isinstance(self.pages, CachedPages):
-            filled = self.filled_pages(batch[-1])
-            self.pages.publish(request.pages[filled], self.pages.hashes(request)[filled])
-
-    def filled_pages(self, chunk: Chunk) -> slice:
-        """Which pages of its request are full when a chunk is computed, and were not before."""
-        page_size = self.pages.page_size
-        return slice(chunk.start // page_size, chunk.end // page_size)
+            self.pages.publish(request, batch[-1].start, batch[-1].end)
 
     def room_for(self, request: Request) -> Admission | None:
         """As in Scheduler, for all of the request; but it gets the pages of its first chunk."""
         admission = super().room_for(request)
-        if admission is None:
-            return None
-        cached_pages = len(admission.cached_pages)
-        start = cached_pages * self.pages.page_size
-        limit = max(0, min(self.limit, self.batch.left))
-        end = min(start + limit, len(request.tokens))
-        return Admission(admission.cached_pages, self.pages.needed(end) - cached_pages)
+        return admission and self.cut(admission, request, min(self.limit, self.batch.left))
 
     def preempt(self, request: Request) -> None:
         self.withdraw(request)
@@ -200,11 +184,11 @@ class VLLMV1(Recomputing):
         """Take back the pages of a chunk that will not be computed, as of one that is aborted.
 
         That matters after an iteration that failed. Who has found the pages is preempted."""
+        if not isinstance(self.pages, CachedPages):
+            return
         for chunk in self.batch:
             if chunk.request is request and request.num_computed == chunk.start:
-                pages = set(request.pages[self.filled_pages(chunk)])
-                if isinstance(self.pages, CachedPages):
-                    self.pages.withdraw(pages)
+                pages = self.pages.withdraw(request, chunk.start, chunk.end)
                 for reader in self.running[:]:
                     if reader is not request and not pages.isdisjoint(reader.pages):
                         self.preempt(reader)
@@ -228,10 +212,11 @@ class Interval(SarathiServe):
     nothing is deferred, and it is 0 by default. With `chunk=2, 2+2 2+1` and 2 of these:
     `0:2 | 0:d | 1:2`, theirs `0:2 | 1:2 | 0:d`."""
 
-    def __init__(self, *args: Any, every: int = 4, **options: Any) -> None:
-        super().__init__(*args, **options)
+    decode_batches = sys.maxsize  # since the last prefill batch
+
+    def __init__(self, pages: Pages, *, every: int = 4, **sizes: Any) -> None:
+        super().__init__(pages, **sizes)
         self.every = every
-        self.decode_batches = self.every  # since the last prefill batch
 
     def schedule(self) -> Batch:
         batch = Batch(self.chunk)
@@ -239,8 +224,9 @@ class Interval(SarathiServe):
             batch.add_decodes(self.grow_decodes())
         if not batch:
             add_prefills(self, batch)
-            self.decode_batches = -1 if batch else self.decode_batches
-        if not batch:
+            if batch:
+                self.decode_batches = 0
+                return batch
             batch.add_decodes(self.grow_decodes())
         self.decode_batches += 1
         return batch
@@ -271,15 +257,10 @@ class SGLang(Interval):
 
     reorders = True
     watermark_percent = 0
+    ratio: float = INIT_RATIO
 
-    def __init__(self, *args: Any, every: int = 0, **options: Any) -> None:
-        super().__init__(*args, every=every, **options)
-        self.ratio = self.INIT_RATIO
-
-    def output_left(self, request: Request) -> int:
-        """How many tokens it may still generate, at most MAX_GUESS."""
-        output_left = request.prompt_len + request.max_new_tokens - len(request.tokens)
-        return min(self.MAX_GUESS, output_left)
+    def __init__(self, pages: Pages, *, every: int = 0, **sizes: Any) -> None:
+        super().__init__(pages, every=every, **sizes)
 
     def finish(self, request: Request, reason: str) -> None:
         super().finish(request, reason)
@@ -291,8 +272,8 @@ class SGLang(Interval):
         admission = super().room_for(request)
         if admission is None or not self.running:
             return admission
-        expected = self.ratio * sum([self.output_left(running) for running in self.running])
-        expected += self.output_left(request) + self.pages.page_size
+        *outputs, output = [min(self.MAX_GUESS, output_left(r)) for r in [*self.running, request]]
+        expected = self.ratio * sum(outputs) + output + self.pages.page_size
         taken_pages = admission.new_pages + self.pages.count_free(admission.cached_pages)
         free_tokens = (self.pages.num_free - taken_pages) * self.pages.page_size
         return admission if expected < free_tokens else None
@@ -305,10 +286,8 @@ class SGLang(Interval):
             decay = (self.INIT_RATIO - self.MIN_RATIO) / self.DECAY_STEPS
             self.ratio = max(self.MIN_RATIO, self.ratio - decay)
         else:
-            outputs = sum([len(request.tokens) - request.prompt_len for request in decodes])
-            max_outputs = sum([request.max_new_tokens for request in decodes])
-            used = (outputs + self.RETRACT_STEPS * len(decodes)) / (max_outputs + 1)
-            self.ratio = min(1.0, used)
+            outputs = sum(len(r.tokens) - r.prompt_len + self.RETRACT_STEPS for r in decodes)
+            self.ratio = min(1.0, outputs / (sum(r.max_new_tokens for r in decodes) + 1))
         return decodes
 
     def rank(self, request: Request) -> tuple[float, ...]:
@@ -325,10 +304,11 @@ class FreeSlots(SGLang):
     Source: python/sglang/srt/managers/min_free_slots_delayer.py of sglang 0.5.23, `should_delay`.
     It is off there by default, but for one family of models."""
 
-    def __init__(self, *args: Any, min_free_slots: int = 4, **options: Any) -> None:
-        super().__init__(*args, **options)
+    delays = False  # whether nobody is admitted to the next batch
+
+    def __init__(self, pages: Pages, *, min_free_slots: int = 4, **sizes: Any) -> None:
+        super().__init__(pages, **sizes)
         self.min_free_slots = min(min_free_slots, self.max_batch)
-        self.delays = False
 
     def schedule(self) -> Batch:
         free_slots = self.max_batch - len(self.running)
@@ -353,11 +333,11 @@ class LMDeploy(SarathiServe):
     `0:2 1:2 | 1:4 | 1:3 | 0:d`, theirs `0:2 | 1:4 | 0:d | 1:4`."""
 
     watermark_percent = 0
+    decode_batches = 0  # since the last prefill batch, or since somebody waits
 
-    def __init__(self, *args: Any, prefill_interval: int = 16, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, pages: Pages, *, prefill_interval: int = 16, **sizes: Any) -> None:
+        super().__init__(pages, **sizes)
         self.interval = prefill_interval
-        self.decode_batches = 0  # since the last prefill batch, or since somebody waits
 
     def prefill_pays(self) -> bool:
         """Whether the next batch is one of prefill, if anybody decodes."""
@@ -365,8 +345,9 @@ class LMDeploy(SarathiServe):
             return True
         if 2 * len(self.running) < self.max_batch:
             return True
-        tokens = accumulate(len(request.tokens) for request in self.waiting)
-        return any(total >= self.chunk for total in tokens)
+        # each has a token at least: so many of them are enough to know
+        first = islice(self.waiting, self.chunk)
+        return sum(len(request.tokens) for request in first) >= self.chunk
 
     def schedule(self) -> Batch:
         batch = Batch(self.chunk)
@@ -434,22 +415,17 @@ class FastGen(SarathiServe):
     def grow_decodes(self) -> list[Request]:
         decodes: list[Request] = []
         for request in self.running:
-            if not request.is_decoding:
-                continue
-            if request.num_computed == len(request.pages) * self.pages.page_size:
-                page = self.pages.allocate(1, after=request.pages[-1])
-                if page is None:
-                    continue  # it waits
-                request.pages += page
-            decodes.append(request)
+            has_room = request.num_computed < len(request.pages) * self.pages.page_size
+            if request.is_decoding and (has_room or self.pages.num_free):  # if not, it waits
+                self.grow(request, request.num_computed + 1)
+                decodes.append(request)
         return decodes
 
     def schedule(self) -> Batch:
         batch = super().schedule()
         while not batch and self.running:  # a deadlock: all wait for memory
-            last = self.running[-1]
-            self.preempt(last)
-            move_to_back(self, last)
+            self.preempt(self.running[-1])
+            self.waiting.rotate(-1)  # to the back
             batch = super().schedule()
         return batch
 
@@ -475,19 +451,20 @@ class TGI(VLLM):
     `page_size=4 pages=3 max_len=12, 4+1 4+1` gives `0:4 | 1:4`, theirs `0:4 1:4`."""
 
     watermark_percent = 0
+    decode_batches = 0  # since the last prefill batch
+    was_idle = True  # before the last batch
 
     def __init__(
         self,
-        *args: Any,
+        pages: Pages,
+        *,
         waiting_served_ratio: float = 0.3,
         max_waiting_tokens: int = 20,
-        **options: Any,
+        **sizes: Any,
     ) -> None:
-        super().__init__(*args, **options)
+        super().__init__(pages, **sizes)
         self.ratio = waiting_served_ratio
         self.max_waiting = max_waiting_tokens
-        self.decode_batches = 0  # since the last prefill batch
-        self.was_idle = True  # before the last batch
 
     def reserved(self, request: Request) -> int:
         return request.prompt_len + request.max_new_tokens
@@ -502,8 +479,8 @@ class TGI(VLLM):
                 batch.add(request)
         self.was_idle = is_idle
         self.decode_batches = 0 if batch else self.decode_batches + 1
-        for request in [] if batch else self.running:
-            batch.add(request)  # all memory is reserved: no decode needs a page
+        if not batch:
+            batch.add_decodes(self.running)  # all memory is reserved: no decode needs a page
         return batch
 
 
@@ -525,12 +502,12 @@ class HFTransformers(Recomputing):
     gives `0:2 | 0:d | 1:1`, theirs `0:2 | 0:d | 1:2`."""
 
     reorders = True
+    queue_is_closed = False  # since a preemption, until a request ends
+    left = 0  # tokens of the budget, for the one that is admitted
 
-    def __init__(self, *args: Any, margin_percent: int = 15, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, pages: Pages, *, margin_percent: int = 15, **sizes: Any) -> None:
+        super().__init__(pages, **sizes)
         self.margin_percent = margin_percent
-        self.queue_is_closed = False  # since a preemption, until a request ends
-        self.left = 0  # tokens of the budget, for the one that is admitted
 
     def schedule(self) -> Batch:
         batch, starved = self.fill()
@@ -544,16 +521,13 @@ class HFTransformers(Recomputing):
         starved: list[tuple[Request, int]] = []
         prefills = self.prefilling()
         decodes = [request for request in self.running if not self.is_prefilling(request)]
-        within_margin = self.pages.num_free * 100 >= self.pages.total * self.margin_percent
+        is_short = self.pages.num_free * 100 < self.pages.total * self.margin_percent
         for request in chain(decodes, prefills, self.candidates()):
-            is_decode = bool(request.pages) and not self.is_prefilling(request)
-            is_held = not within_margin and batch and not is_decode
+            is_held = is_short and batch and request not in decodes
             if batch.left == 0 or len(batch) == self.max_batch or is_held:
                 break
             self.left = batch.left
             if not request.pages:
-                if self.pages.num_free == 0:
-                    break
                 if self.room_for(request):
                     move_to_front(self, request)
                     self.admit()
@@ -570,40 +544,34 @@ class HFTransformers(Recomputing):
 
     def candidates(self) -> Iterator[Request]:
         """Those that wait, in order, while some of them are admitted and leave the queue."""
-        is_closed = self.queue_is_closed and self.running
         passed = 0
-        admits = not is_closed
-        while admits and len(self.running) < self.max_batch:
-            admits = False
-            for request in islice(self.waiting, passed, None):
-                yield request
-                if request.pages:
-                    admits = True
-                    break
-                passed += 1
+        if self.queue_is_closed and self.running:
+            return
+        while passed < len(self.waiting) and len(self.running) < self.max_batch:
+            if self.pages.num_free == 0:
+                break
+            request = self.waiting[passed]
+            yield request
+            passed += not request.pages
 
     def plan_admission(self, request: Request) -> Admission:
         """As in Scheduler, with memory for what is left of the budget."""
-        cached_pages = self.cached_pages(request)
-        start = len(cached_pages) * self.pages.page_size
-        end = min(len(request.tokens), start + self.left)
-        return Admission(cached_pages, self.pages.needed(end) - len(cached_pages))
+        return self.cut(super().plan_admission(request), request, self.left)
 
     def relieve(self, starved: list[tuple[Request, int]]) -> bool:
         """Preempt starved requests, the newest first, until the others get the pages they lack.
 
         Returns whether anybody was preempted."""
-        victims: list[Request] = []
+        preempted_before = len(self.preempted)
         while starved and len(self.running) > 1:
             if sum([missing_pages for _, missing_pages in starved]) <= self.pages.num_free:
                 break
             victim, _ = starved.pop()
             self.preempt(victim)
-            victims.append(victim)
-        for victim in reversed(victims):
-            move_to_back(self, victim)
             self.queue_is_closed = True
-        return bool(victims)
+        victims = len(self.preempted) - preempted_before
+        self.waiting.rotate(-victims)  # to the back
+        return victims > 0
 
     def finish(self, request: Request, reason: str) -> None:
         super().finish(request, reason)

@@ -12,8 +12,8 @@ from lab.commands import explore, serve_run
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import Link
 from lab.simulator.pools import KVLink, simulate_pools
+from lab.simulator.two_pools import Pools
 from page.records import Recorder
-from policies.pools import Pools
 from tests.pages import a_load, in_turn, seconds
 
 SLOW = Link(bytes_per_s=5e9, step_s=1e-3)  # some 27 ms for a prompt of 1,000 tokens

@@ -15,7 +15,7 @@ from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import LINKS, Link
 from lab.simulator.pools import KVLink, Ports, simulate_pools
 from lab.simulator.simulation import simulate
-from policies.pools import Pools
+from lab.simulator.two_pools import Pools
 from tests.test_simulation import Law
 
 LINK = Link(bytes_per_s=1024, step_s=0.25)

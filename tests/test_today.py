@@ -1,5 +1,6 @@
 """What today's engines decide, and what their users ask for: each policy keeps its rule."""
 
+import re
 from ast import literal_eval
 from collections import deque
 from dataclasses import dataclass, field
@@ -27,46 +28,52 @@ RANDOM_LOADS = 40  # of 2,000 that `bench.py check NAME --random-loads 2000` sim
 class World:
     """A scheduler that is driven by hand, with the requests of a load "prompt+output ...".
 
-    A request "prompt+output@iteration" comes before that iteration, others at the beginning. Each
-    prompt is of tokens of its own, unless given."""
+    A request "prompt+output@iteration" comes before that iteration, "prompt+output/user" is of a
+    user. A prompt is a length, and of tokens of its own; or it is of letters, and pages that hold
+    the same are shared."""
 
-    def __init__(self, policy, load="", page_size=4, pages=64, shares=False, **options):
-        options = dict(chunk=8, max_len=64, max_batch=8) | options
-        self.scheduler = make_scheduler(policy, make_pages(pages, page_size, shares), **options)
+    def __init__(self, policy, load="", page_size=4, pages=64, **options):
+        sizes = dict(chunk=8, max_len=64, max_batch=8)
+        shares = any(map(str.isalpha, re.sub("/.", "", load)))
+        cache = make_pages(pages, page_size, shares)
+        self.scheduler = make_scheduler(policy, cache, **sizes | options)
         self.requests = []
-        self.later = []  # (iteration, prompt_len, output_len)
+        self.later = []  # (iteration, Request)
         self.iterations = 0
         for text in load.split():
-            lengths, _, iteration = text.partition("@")
-            self.later.append((int(iteration or 0), *map(int, lengths.split("+"))))
+            self.add(text)
         self.arrive()
 
-    def arrive(self):
-        """Queue the requests of the load that come before the next iteration."""
-        while self.later and self.later[0][0] == self.iterations:
-            self.add(*self.later.pop(0)[1:])
-
-    def add(self, prompt, max_new_tokens=4, user=""):
-        """Queue a prompt: its length, or its tokens. Returns the Request."""
+    def add(self, text):
+        """Let a request come when its iteration has."""
+        text, _, user = text.partition("/")
+        text, _, iteration = text.partition("@")
+        prompt, output = text.split("+")
         number = len(self.requests)
-        tokens = [1000 + number] * prompt if isinstance(prompt, int) else list(prompt)
-        request = Request(
-            number, tokens, len(tokens), max_new_tokens, number, service=Service(user=user)
-        )
+        tokens = [ord(letter) for letter in prompt]
+        if prompt.isdigit():
+            tokens = [1000 + number] * int(prompt)
+        service = Service(user=user)
+        request = Request(number, tokens, len(tokens), int(output), number, service=service)
         self.requests.append(request)
-        self.scheduler.add(request)
-        return request
+        self.later.append((int(iteration or self.iterations), request))
+
+    def arrive(self):
+        """Queue the requests that come before the next iteration."""
+        while self.later and self.later[0][0] <= self.iterations:
+            _, request = self.later.pop(0)
+            self.scheduler.add(request)
 
     def step(self):
         """One iteration: "0:d 1:7", the request and the length of each chunk, d for a decode."""
+        self.arrive()
         batch = self.scheduler.next_batch()
-        chunks = [
-            f"{chunk.request.id}:{'d' if chunk.request.is_decoding else chunk.length}"
-            for chunk in batch
-        ]
+        chunks = []
+        for chunk in batch:
+            length = "d" if chunk.request.is_decoding else chunk.length
+            chunks.append(f"{chunk.request.id}:{length}")
         advance(self.scheduler, batch)
         self.iterations += 1
-        self.arrive()
         return " ".join(chunks)
 
     def run(self):
@@ -77,24 +84,17 @@ class World:
         runs = [(step, len(list(group))) for step, group in groupby(steps)]
         return " | ".join(step if count == 1 else f"{step} x{count}" for step, count in runs)
 
-    def steps_until_preempted(self):
-        """Iterate to the first that preempts, which is decided, and not done. Returns whom."""
-        while not self.scheduler.next_batch().preempted:
-            self.step()
-        return self.scheduler.batch.preempted
-
 
 @pytest.mark.parametrize("policy", with_slow(TODAY, fast=["vllm-v1", "sglang", "hf", "nano-vllm"]))
 def test_every_policy_keeps_the_rules_on_random_loads(policy):
     verdict = check_random_loads(policy, range(RANDOM_LOADS))
-    assert verdict.violation is None and verdict.iterations > 20 * RANDOM_LOADS
+    assert verdict.violation is None
+    assert verdict.iterations > 20 * RANDOM_LOADS
 
 
 def test_only_policies_that_say_so_may_drop_decodes():
-    drops = {name for name, cls in ALL_POLICIES.items() if cls.drops_decodes}
+    drops = {name for name in ALL_POLICIES if "no decode dropped" not in rules_of(name)}
     assert drops == {"ppas", "fastgen", "hf", "nano-vllm"}
-    for name in ALL_POLICIES:
-        assert ("no decode dropped" in rules_of(name)) == (name not in drops)
 
 
 # ---- Beside the engines' own schedulers ---------------------------------------------------------
@@ -119,9 +119,7 @@ def test_a_policy_decides_what_its_engine_decides_where_that_is_installed(policy
 
 def test_each_figure_of_equal_loads_has_its_command():
     assert {name for name, card in CARDS.items() if card.equal} == set(ENGINES)
-    for card in CARDS.values():
-        assert bool(card.engine) == bool(card.version), card.name
-        assert card.note and "`" not in card.note, card.name
+    assert all(bool(card.engine) == bool(card.version) for card in CARDS.values())
 
 
 @dataclass
@@ -150,9 +148,13 @@ class ModelOfV1:
 
     @classmethod
     def of(cls, load):
-        sizes = load.sizes
-        threshold = load.options["long_prefill_token_threshold"]
-        return cls(sizes.pages, sizes.page_size, sizes.chunk, sizes.max_batch, threshold)
+        return cls(
+            blocks=load.sizes.pages,
+            block_size=load.sizes.page_size,
+            budget=load.sizes.chunk,
+            max_seqs=load.sizes.max_batch,
+            threshold=load.options["long_prefill_token_threshold"],
+        )
 
     def add(self, number, tokens, max_new_tokens):
         self.waiting.append(Sequence(number, len(tokens), max_new_tokens, known=len(tokens)))
@@ -223,7 +225,7 @@ def test_vllm_v1_decides_what_a_model_of_its_rule_decides(loads):
     assert differences("vllm-v1", ModelOfV1.of, kind, range(loads)) == []
 
 
-# ---- Each rule by hand ---------------------------------------------------------------------------
+# ---- Each rule by hand --------------------------------------------------------------------------
 
 # policy (options), a load = the chunks of each iteration; ... stands for the others
 RULES = """
@@ -279,78 +281,105 @@ ppas chunk=16 pressed_budget=4, 20+9 20+4@2 20+4@3 = \
     0:16 | 0:4 | 0:d 1:15 | 0:d 1:3 | 0:d 1:2 2:1 | ...  # two prefills press, with a decode
 shortest-uncached chunk=8, 30+1 3+1@1 20+1@2 7+1@3 = \
     0:8 | 0:5 1:3 | 0:8 | 0:4 3:4 | ...  # 20 is more than is left of the first, 7 is less
+fastgen pages=5 max_len=20 chunk=16, 8+12 8+12 1+2 = \
+    0:8 1:8 | 0:d x4 | 0:d 2:1 | 0:d 2:d | 0:d x5 | 1:9 | 1:d x10  # a deadlock: 1 goes to the back
+hf page_size=3 pages=4 chunk=2, 3+5 2+7 1+1@5 = \
+    0:2 | 0:1 1:1 | 0:d 1:1 | 0:d 1:d x2 | 1:d x4 | 2:1 0:1 | 0:2 x3  # 1 has ended
+wait-for-prefix chunk=37, aaaaaaaaaaaaaaaa+2 aaaaaaaaaaaaaaaa+2 bbbbb+2 = \
+    0:16 2:5 | 0:d 2:d 1:4 | 1:d  # who shares waits
+sarathi-serve chunk=37, aaaaaaaaaaaaaaaa+2 aaaaaaaaaaaaaaaa+2 bbbbb+2 = 0:16 1:16 2:5 | 0:d 1:d 2:d
+vllm-v1 page_size=1 pages=9 max_batch=2 max_len=9, abcd+4 abcd+4 = \
+    0:4 1:1 | 0:d 1:d x2 | 0:d | 1:d  # no victim for shared pages
+vllm-v1 chunk=64, abcdabcdabcdabcdx+4 abcdabcdabcdabcdy+4 abcdabcdabcdabcdz+4 = \
+    0:17 1:1 2:1 | 0:d 1:d 2:d x3  # in one batch
+shortest-uncached chunk=4, aaaaaaaaaaaaaaaa+1 ddddd+1@4 aaaaaaaaaaaaaaaabc+1@4 = \
+    0:4 x4 | 2:2 1:2 | 1:3
+vtc max_batch=1 chunk=16, 6+2/a 6+2/a 6+2/a 6+2/b 6+2@8/a 6+2@8/c 6+2@8/b = \
+    0:6 | 0:d | 3:6 | 3:d | 1:6 | 1:d | 2:6 | 2:d | 4:6 | 4:d | 6:6 | 6:d | 5:6 | 5:d
 """
 
 
 @pytest.mark.parametrize("row", RULES.replace("\\\n", "").strip().splitlines())
 def test_a_policy_does_what_its_source_says(row):
-    given, expected = row.split("  #")[0].split(" = ")
+    given, _, expected = row.partition("  #")[0].partition(" = ")
+    expected = expected.strip()
     head, load = given.split(", ")
     policy, *options = head.split()
-    options = {key: literal_eval(value) for key, value in (each.split("=") for each in options)}
-    expected = expected.strip()
-    steps = World(policy, load, **options).run()
+    pairs = [option.split("=") for option in options]
+    steps = World(policy, load, **{name: literal_eval(value) for name, value in pairs}).run()
     if expected.endswith("..."):
         assert steps.startswith(expected.removesuffix("..."))
     else:
         assert steps == expected
 
 
-SYSTEM_PROMPT = [*range(1, 17)]  # four pages
+EXAMPLE = r"`((?:\w+=\d+ ?)+), ([\w+ ]+)`[^`]*?`((?:\.\.\. \| )?0:[^`]*)`,? theirs `([^`]+)`"
+EXAMPLES = [
+    (name, *example)
+    for name, policy in TODAY.items()
+    for example in re.findall(EXAMPLE, " ".join(policy.__doc__.split()))
+]
 
 
-def test_vllm_v1_lets_no_victim_in_that_would_fit_for_pages_that_others_hold():
-    world = World("vllm-v1", page_size=1, pages=9, max_batch=2, max_len=9, shares=True)
-    for _ in range(2):
-        world.add([1, 2, 3, 4], 4)
-    (victim,) = world.steps_until_preempted()
-    assert world.step() == f"{1 - victim}:d"
+@pytest.mark.parametrize("name, sizes, load, batches, theirs", EXAMPLES)
+def test_an_example_of_what_differs_from_an_engine_is_true_here(name, sizes, load, batches, theirs):
+    options = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", sizes)}
+    world = World(name, load, **options)
+    rows = []
+    while world.scheduler.requests:
+        rows.append(world.step())
+    expected = batches.removeprefix("... | ")
+    text = " | ".join(rows) + " | "
+    assert f"{expected} | " in text
+    assert batches.startswith("...") or text.startswith(f"{expected} | ")
+    assert theirs != batches
 
 
-def test_vllm_v1_finds_the_pages_that_the_same_batch_computes():
-    world = World("vllm-v1", chunk=64, shares=True)
-    for tail in (2, 3, 4):
-        world.add([*SYSTEM_PROMPT, tail])
-    assert world.step() == "0:17 1:1 2:1"
-    with_caching, without = (
-        Engine(tiny_model(), policy="vllm-v1", max_len=64, page_size=4, prefix_caching=caching)
-        for caching in (True, False)
-    )
-    prompts = [[*SYSTEM_PROMPT, tail] for tail in (2, 3, 4)]
-    params = SamplingParams(6, logprobs=True)
-    shared = with_caching.generate(prompts, params)
-    assert [completion.cached_tokens for completion in shared] == [0, 16, 16]
-    for ours, expected in zip(shared, without.generate(prompts, params), strict=True):
-        assert ours.tokens == expected.tokens
-        assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-10)
+def test_each_difference_from_an_engine_has_its_example():
+    differing = {name for name, cls in TODAY.items() if "Differs from theirs" in cls.__doc__}
+    assert differing == {name for name, *_ in EXAMPLES}
+    assert len(EXAMPLES) == 15
 
 
-def test_only_those_admitted_for_a_batch_may_read_what_it_computes():
-    world = World("vllm-v1", chunk=64, shares=True)
-    writer, reader = (world.add([*SYSTEM_PROMPT, tail]) for tail in (2, 3))
-    batch = world.scheduler.next_batch()
-    assert list(chunks_come_next(world.scheduler, batch, {writer.id, reader.id})) == []
-    breaches = list(chunks_come_next(world.scheduler, batch, {writer.id}))  # one has run before
-    assert [breach.request for breach in breaches] == [writer.id] * 4
-    assert "is written, and others read it" in breaches[0].observation
+PROMPTS = [[*range(1, 17), tail] for tail in (2, 3)]  # four pages are alike
+PARAMS = SamplingParams(6, logprobs=True)
+
+
+def expect_equal(completions, prompts):
+    """Each has the tokens and log probabilities that it has without prefix caching."""
+    expected = Engine(tiny_model(), max_len=64).generate(prompts, PARAMS)
+    for ours, theirs in zip(completions, expected, strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-10)
+
+
+def test_pages_that_the_same_batch_computes_are_read():
+    engine = Engine(tiny_model(), policy="vllm-v1", max_len=64, page_size=4, prefix_caching=True)
+    completions = engine.generate(PROMPTS, PARAMS)
+    assert [completion.cached_tokens for completion in completions] == [0, 16]
+    expect_equal(completions, PROMPTS)
 
 
 def test_pages_that_an_aborted_request_would_have_filled_are_not_read(monkeypatch):
     model = tiny_model()
     engine = Engine(model, policy="vllm-v1", max_len=64, page_size=4, prefix_caching=True)
-    params = SamplingParams(6, logprobs=True)
-    prompts = [[*SYSTEM_PROMPT, tail] for tail in (2, 3)]
-    (expected,) = Engine(model, max_len=64).generate(prompts[1:], params)
-    first, _ = (engine.add_request(prompt, params) for prompt in prompts)
+    first, _ = (engine.add_request(prompt, PARAMS) for prompt in PROMPTS)
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "forward", None)
         with pytest.raises(TypeError):
             engine.step()
     engine.abort(first)
-    (completion,) = completions_of(finish(engine)).values()
-    assert completion.preemptions == 1
-    assert completion.tokens == expected.tokens
-    assert completion.logprobs == pytest.approx(expected.logprobs, abs=1e-10)
+    completions = list(completions_of(finish(engine)).values())
+    assert completions[0].preemptions == 1
+    expect_equal(completions, PROMPTS[1:])
+
+
+def test_only_those_admitted_for_a_batch_may_read_what_it_computes():
+    scheduler = World("vllm-v1", "abcdx+4 abcdy+4").scheduler
+    batch = scheduler.next_batch()
+    assert list(chunks_come_next(scheduler, batch, {0, 1})) == []
+    breaches = list(chunks_come_next(scheduler, batch, {0}))  # one has run before
+    assert [breach.request for breach in breaches] == [0]
 
 
 def test_sglang_retracts_the_fewest_outputs_and_adapts_its_ratio():
@@ -360,44 +389,15 @@ def test_sglang_retracts_the_fewest_outputs_and_adapts_its_ratio():
         world.step()
     assert scheduler.ratio == pytest.approx(0.7 - 4 * (0.7 - 0.098) / 600)
     scheduler.ratio = 0.0  # admits too much
-    world.add(5, 10)
-    world.add(4, 12)
-    world.step()
-    assert world.steps_until_preempted() == [1]  # as many outputs as the last, the longer prompt
+    scheduler.RETRACT_STEPS = 5
+    world.add("5+10")
+    world.add("4+12")
+    while not scheduler.next_batch().preempted:
+        world.step()
+    assert scheduler.batch.preempted == [1]  # as many outputs as the last, the longer prompt
     old, _, young = world.requests
     outputs = len(old.tokens) - 4 + len(young.tokens) - 4
-    assert scheduler.ratio == pytest.approx(min(1, (outputs + 20 * 2) / (30 + 12 + 1)))
-
-
-def test_fastgen_flushes_in_a_deadlock():
-    world = World("fastgen", "8+12 8+12 1+2", pages=5, max_len=20, chunk=16)
-    while not world.requests[1].preemptions:
-        world.step()
-    assert world.requests[0].preemptions == 0
-    assert world.scheduler.waiting[-1].id == 1  # at the back
-
-
-def test_hf_preempts_among_those_that_find_no_memory_and_closes_the_queue():
-    world = World("hf", "3+5 2+7 1+1@5", page_size=3, pages=4, chunk=2)
-    assert world.steps_until_preempted() == [0]  # the older one
-    assert [request.id for request in world.scheduler.waiting] == [2, 0]  # at the back
-    # until 1 has ended nobody enters, although there is room for the next
-    assert world.run().startswith("1:d x4 | 2:1 0:1 | ")
-
-
-def test_a_page_of_a_running_prefill_is_not_computed_twice():
-    prompt = [1] * 16
-    for policy, chunks in (
-        ("sarathi-serve", "0:16 1:16"),
-        ("wait-for-prefix", "0:16 2:5"),  # who shares nothing passes
-    ):
-        world = World(policy, chunk=37, shares=True)
-        for tokens in (prompt, prompt, [2] * 5):
-            world.add(tokens, 2)
-        assert world.step().startswith(chunks)
-        world.run()
-        cached_tokens = [request.cached_tokens for request in world.requests]
-        assert cached_tokens == [0, 12 if policy == "wait-for-prefix" else 0, 0]
+    assert scheduler.ratio == pytest.approx((outputs + 5 * 2) / (30 + 12 + 1))
 
 
 def test_the_peak_is_the_most_that_requests_ever_hold():
@@ -410,46 +410,32 @@ def test_the_peak_is_the_most_that_requests_ever_hold():
         assert scheduler.peak_tokens(requests) == max(held)
 
 
-def test_ppas_counts_a_recomputed_request_past_its_prompt_as_a_decode():
-    world = World("ppas", "1+30 4+9", chunk=5, pressed_budget=2)
+@pytest.mark.parametrize(
+    "policy, load, sizes, steps",
+    [
+        # a prompt of 4; 3 tokens of its output are no prefill
+        ("ppas", "1+30 4+9", dict(chunk=5, pressed_budget=2), ["0:d 1:4", "0:d 1:3"]),
+        # alone, as prompts are, to its last token
+        ("nano-vllm", "4+20 2+9", dict(chunk=3), ["1:3", "1:d", "0:d 1:d"]),
+    ],
+)
+def test_what_a_victim_recomputes(policy, load, sizes, steps):
+    world = World(policy, load, **sizes)
     for _ in range(3):
         world.step()
     world.scheduler.preempt(world.requests[1])
-    assert world.step() == "0:d 1:4"  # its prompt; 3 tokens of output are left
-    world.add(20)
-    assert world.step() == "0:d 1:3 2:1"
+    assert [world.step() for _ in steps] == steps
 
 
-def test_nano_vllm_prefills_a_victim_to_its_last_token():
-    world = World("nano-vllm", "4+20 2+9", chunk=3)
-    for _ in range(3):
-        world.step()
-    world.scheduler.preempt(world.requests[1])  # of 4 tokens
-    steps = [world.step() for _ in range(3)]
-    assert steps == ["1:3", "1:d", "0:d 1:d"]  # alone, as prompts are
-
-
-def test_shortest_uncached_counts_what_is_cached_as_computed():
-    world = World("shortest-uncached", chunk=4, shares=True)
-    world.add([1] * 16, 1)
+def test_vtc_counts_the_tokens_of_users():
+    world = World("vtc", "6+2/a 6+2/a 6+2/b", max_batch=1, chunk=16)
     world.run()
-    world.add([4] * 5, 1)
-    world.add([1] * 16 + [2, 3], 1)  # long, but cached
-    assert world.step() == "2:2 1:2"
-
-
-def test_vtc_serves_the_user_with_the_fewest_tokens():
-    world = World("vtc", max_batch=1, chunk=16)
-    for user in "aaab":
-        world.add(6, 2, user=user)
-    assert world.run() == "0:6 | 0:d | 3:6 | 3:d | 1:6 | 1:d | 2:6 | 2:d"
     served = world.scheduler.waiting.served
-    assert served == {"a": 3 * (6 + 2 * 2), "b": 6 + 2 * 2}
-    world.add(6, 2, user="a")
-    world.add(6, 2, user="c")  # new: lifted to the least of those that wait
-    assert served["c"] == served["a"] == 30
-    world.add(6, 2, user="b")  # lifted, too; of equals, who came first long ago is served first
-    assert world.run() == "4:6 | 4:d | 6:6 | 6:d | 5:6 | 5:d"
+    assert served == {"a": 2 * (6 + 2 * 2), "b": 6 + 2 * 2}
+    for user in "ac":
+        world.add(f"6+2/{user}")
+    world.arrive()
+    assert served["c"] == served["a"] == 20  # lifted to the least of those that wait
 
 
 def test_vtc_is_fair_between_the_users_of_an_engine():
@@ -470,18 +456,10 @@ class Counting(deque):
             yield request
 
 
-@pytest.mark.parametrize("policy", ["hf", "sarathi-serve"])
+@pytest.mark.parametrize("policy", ["hf", "lmdeploy", "sarathi-serve"])
 def test_a_decision_looks_at_few_of_those_that_wait(policy):
-    world = World(policy, " ".join(["9+9"] * 1000), max_batch=2)
+    world = World(policy, "9+9 " * 1000, max_batch=2)
     queue = world.scheduler.waiting = Counting(world.scheduler.waiting)
     world.step()
     world.step()
-    assert len(world.scheduler.running) == 2 and queue.looked_at <= 4
-
-
-def test_vtc_looks_at_users_and_not_at_their_requests(monkeypatch):
-    world = World("vtc", max_batch=2)
-    for number in range(1000):
-        world.add(9, user="ab"[number % 2])
-    monkeypatch.setattr(type(world.scheduler.waiting), "__iter__", None)
-    assert world.step() == "0:8"
+    assert queue.looked_at <= 8

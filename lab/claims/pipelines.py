@@ -29,8 +29,8 @@ from lab.simulator.devices import LINKS
 from lab.simulator.machine import base_of
 from lab.simulator.pools import KVLink, simulate_pools
 from lab.simulator.simulation import Simulated, bubble_kinds
+from lab.simulator.two_pools import Pools
 from parallel.micro_batches import StageRun
-from policies.pools import Pools
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from lab.measure.workload import Arrival
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import LINKS
 from lab.simulator.pools import KVLink, simulate_pools
+from lab.simulator.two_pools import Pools
 from page.html import Costs, Editor, RowCosts, packed_inline, page
 from page.records import Recorder
 from page.site import write_packed, write_runs
-from policies.pools import Pools
 from runtime.files import new_file
 
 TRACE = Path(__file__).parents[1] / "claims" / "a_to_d.csv"  # A and B, then C and D

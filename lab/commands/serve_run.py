@@ -29,9 +29,9 @@ from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import LINKS
 from lab.simulator.machine import CountingMachine, SimulatedMachine
 from lab.simulator.pools import KVLink, simulate_pools
+from lab.simulator.two_pools import Pools
 from page.html import page
 from page.records import Recorder, instance_names
-from policies.pools import Pools
 from runtime.memory import small_page_size
 
 CACHING = {"off": [False], "on": [True], "both": [False, True]}  # --prefix-caching

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lab.measure.arrival import Arrival
-from policies.observers import Iteration
-from policies.pools import Sent
+from policies.observers import Iteration, Sent
 from request import Event, Request
 from scheduler import Scheduler
 

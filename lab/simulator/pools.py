@@ -2,11 +2,11 @@
 
     simulated = simulate_pools(cost, config, arrivals, Pools(2, 2), KVLink.of(cost, link))
 
-The decisions are those of policies/pools.py. Each instance is one GPU, or some that share its
+The decisions are those of two_pools.py. Each instance is one GPU, or some that share its
 layers. It is in a node of its own and has a port, through which all that it sends and receives
 goes. A batch of prompts yields its keys and values layer by layer. They are sent meanwhile
 (Splitwise §IV-C), so that only the last layer's transfer is exposed, unless the link is slower than
-the prefill. Read first: policies/pools.py, simulation.py."""
+the prefill. Read first: two_pools.py, simulation.py."""
 
 import heapq
 from collections import defaultdict
@@ -19,10 +19,10 @@ from lab.measure.workload import Arrival
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import Link
 from lab.simulator.simulation import Simulated, Simulation
+from lab.simulator.two_pools import Pools, PrefillInstance, Transfer, TwoPools
 from parallel.micro_batches import StageTime
 from policies import pages_of
-from policies.observers import Iteration
-from policies.pools import Pools, PrefillInstance, Sent, Transfer, TwoPools
+from policies.observers import Iteration, Sent
 from request import Event
 from scheduler import Batch, Scheduler
 

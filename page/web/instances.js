@@ -2,7 +2,7 @@
 // idle. Two pools have a lane between them for the link, a thin bar for each transfer.
 // Read next: pointing.js.
 
-/** A Sent of policies/pools.py. `bar`: its place in the lane, from the top.
+/** A Sent of policies/observers.py. `bar`: its place in the lane, from the top.
  * @typedef {{id: number, source: number, target: number, tokens: number, prefilled: number,
  *            start: number, end: number, bar: number}} Transfer */
 const BARS = 3, BAR_HEIGHT = 4, BAR_DISTANCE = 5;  // below each other in the lane of the link

@@ -28,17 +28,17 @@ decide so, and this module follows them where they agree:
 One request has pages of both instances while it is sent. An abort frees them when the transfer has
 ended, not before: a link still reads the ones and writes the others.
 
-Read first: scheduler.py. Read next: lab/simulator/pools.py."""
+Read first: scheduler.py. Read next: pools.py, which counts the time."""
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from kv_cache import Pages
+from policies.parts import output_left
 from scheduler import Batch, Request, Scheduler
 
 
@@ -82,29 +82,6 @@ class Transfer:
     abandoned_pages: list[int] = field(default_factory=list)  # of the source, after an abort
 
 
-class Sent(NamedTuple):
-    """A transfer that has ended. Times are in seconds. Instances are numbered from 0, those that
-    prefill first, as in TwoPools.schedulers."""
-
-    request_id: int
-    source: int
-    target: int
-    tokens: int
-    prefilled: float  # when the first output token was known
-    start: float  # when memory was reserved; before `prefilled`, if layers are sent one by one
-    end: float
-
-    @property
-    def waited_s(self) -> float:
-        """How long the request waited for memory on the decode side, after its first token."""
-        return max(0.0, self.start - self.prefilled)
-
-    @property
-    def exposed_s(self) -> float:
-        """How long it was sent after its first token, with all before it on the same link."""
-        return self.end - max(self.start, self.prefilled)
-
-
 class Instance(Scheduler):
     """What both kinds of instances share: `transfers`, by request, in the order of the line."""
 
@@ -135,25 +112,24 @@ class PrefillInstance(Instance):
 
     def schedule(self) -> Batch:
         batch = Batch()
-        tokens = 0
+        left = self.chunk
         while self.waiting:
-            length = len(self.waiting[0].tokens) - self.cached_tokens_of_head()
-            if batch and tokens + length > self.chunk:
-                break
-            request = self.admit()
+            left -= len(self.waiting[0].tokens) - self.cached_tokens_of_head()
+            request = None if batch and left < 0 else self.admit()
             if request is None:
                 break
-            tokens += batch.add(request)
+            batch.add(request)
         return batch
 
     def announce(self, batch: Batch) -> None:
         """Put the requests in line whose prefill ends with this batch, before it is computed."""
         for chunk in batch:
-            request = chunk.request
-            is_last_token = len(request.tokens) + 1 == request.prompt_len + request.max_new_tokens
-            if chunk.yields_token and not is_last_token:
-                transfer = Transfer(request, source=self, tokens=len(request.tokens))
-                self.transfers.setdefault(request, transfer)
+            if chunk.yields_token and output_left(chunk.request) > 1:
+                self.queue_transfer(chunk.request, chunk.end)
+
+    def queue_transfer(self, request: Request, tokens: int) -> None:
+        """Put a request in line, whose first tokens are to be sent, unless it is in it."""
+        self.transfers.setdefault(request, Transfer(request, source=self, tokens=tokens))
 
     def advance(
         self, batch: Batch, tokens: Sequence[int | None], now: float
@@ -161,11 +137,9 @@ class PrefillInstance(Instance):
         """As of Scheduler. A request with a token has ended, or runs no more and is in line."""
         new_tokens = super().advance(batch, tokens, now)
         for request, _ in new_tokens:
-            if request not in self.running:
-                continue
-            transfer = Transfer(request, source=self, tokens=request.num_computed)
-            self.transfers.setdefault(request, transfer)
-            self.running.remove(request)
+            if request in self.running:
+                self.queue_transfer(request, request.num_computed)
+                self.running.remove(request)
         return new_tokens
 
 
@@ -186,6 +160,7 @@ class ChunkedPrefillInstance(PrefillInstance):
 class DecodeInstance(Instance):
     """Decodes all requests that were sent to it, one token each."""
 
+    only_decodes = True
     watermark_percent = 1
 
     def schedule(self) -> Batch:
@@ -198,13 +173,10 @@ class DecodeInstance(Instance):
 
         Returns None if memory is short, or as many requests run, or come, as may."""
         coming = sum(transfer.target is self for transfer in self.transfers.values())
-        if len(self.running) + coming >= self.max_batch:
-            return None
+        requests = len(self.running) + coming
         needed_pages = self.pages.needed(tokens + 1)
-        kept_free = 0
-        if self.running or coming:
-            kept_free = self.pages.total * self.watermark_percent // 100
-        if needed_pages + kept_free > self.pages.num_free:
+        kept_free = self.pages.total * self.watermark_percent // 100 if requests else 0
+        if requests >= self.max_batch or needed_pages + kept_free > self.pages.num_free:
             return None
         return self.pages.allocate(needed_pages)
 
@@ -212,28 +184,19 @@ class DecodeInstance(Instance):
 class TwoPools:
     """The schedulers of both pools, on one queue, and the requests that are sent between them.
 
-    There is one Pages for each instance. `chunk`, `max_batch` and `max_len` are as of Scheduler."""
+    There is one Pages for each instance. `sizes` and the clock are as of Scheduler."""
 
     def __init__(
         self,
         prefill_pages: Sequence[Pages],
         decode_pages: Sequence[Pages],
         *,
-        chunk: int,
-        max_batch: int,
-        max_len: int,
         cuts_prompts: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        **sizes: Any,
     ) -> None:
         kind = ChunkedPrefillInstance if cuts_prompts else PrefillInstance
-        options: dict[str, Any] = {
-            "chunk": chunk,
-            "max_batch": max_batch,
-            "max_len": max_len,
-            "clock": clock,
-        }
-        self.prefills = [kind(pages, **options) for pages in prefill_pages]
-        self.decodes = [DecodeInstance(pages, **options) for pages in decode_pages]
+        self.prefills = [kind(pages, **sizes) for pages in prefill_pages]
+        self.decodes = [DecodeInstance(pages, **sizes) for pages in decode_pages]
         self.schedulers: list[Instance] = [*self.prefills, *self.decodes]
         self.transfers: dict[Request, Transfer] = {}
         for scheduler in self.schedulers:
@@ -255,7 +218,7 @@ class TwoPools:
 
     def _reserve(self, transfer: Transfer) -> bool:
         """Reserve memory on the least loaded instance that has it (DistServe §4.3). False: none."""
-        for target in sorted(self.decodes, key=_free_pages, reverse=True):
+        for target in sorted(self.decodes, key=lambda each: each.pages.num_free, reverse=True):
             target_pages = target.reserve(transfer.tokens)
             if target_pages is not None:
                 transfer.target = target
@@ -280,8 +243,3 @@ class TwoPools:
             request.pages = transfer.target_pages
             target.running.append(request)
         return request.finish_reason is None
-
-
-def _free_pages(instance: DecodeInstance) -> int:
-    """How many pages of an instance are free: most on the least loaded one."""
-    return instance.pages.num_free
