@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lab.pictures.terminals import HOLD_S, Answer, LatePrompt, Terminal, Word, animate
+from examples.terminals import HOLD_S, Answer, LatePrompt, Terminal, Word, animate
 
 SVG = "{http://www.w3.org/2000/svg}"
 

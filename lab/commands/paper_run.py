@@ -116,11 +116,11 @@ def draw(claim: Claim, columns: dict[str, Machines], plot: Path | None) -> None:
     if found[-1].picture:
         found[-1].picture(file)
     else:
-        from lab.pictures.bars import plot_bars  # matplotlib takes a second
+        from lab.pictures.capacities import plot_table  # matplotlib takes a second
 
         heads = dict.fromkeys(head for row in found[-1].rows.values() for head in row)
         panels = {head: found[-1].column(head) for head in heads}
-        plot_bars(panels, f"{claim.id}: {claim.sentence}", file)
+        plot_table(panels, f"{claim.id}: {claim.sentence}", file)
     wrote(file)
 
 
