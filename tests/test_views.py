@@ -5,6 +5,8 @@ from typing import NamedTuple
 import pytest
 from matplotlib.colors import to_hex
 
+from lab.measure.capacity import Bounded
+from lab.pictures.capacities import plot_table
 from lab.pictures.style import DECODE, HYBRID, OVER, PREFILL, WAITING
 from lab.pictures.timelines import plot_timelines
 from policies.observers import Iteration
@@ -86,3 +88,11 @@ def test_a_preempted_request_has_its_new_prefill_in_the_gap_that_it_makes(axes):
     assert waiting == (0, 0.5, 0, WAITING)
     assert short[:3] == (1, 2, 0)
     assert rest[1:] == [(0.5, 1, 0, PREFILL), (5, 6, 0, PREFILL)]
+
+
+def test_a_bound_is_hatched_and_says_so(tmp_path):
+    rates = {"vllm": 2.0, "sarathi:256": Bounded(3.0, "at least")}
+    (axis,) = plot_table({"capacity": rates}, "", tmp_path / "table.png").axes
+    bars = [(bar.get_width(), bar.get_hatch()) for bar in axis.patches]
+    assert bars == [(2, ""), (3, "////")]
+    assert [text.get_text() for text in axis.texts] == ["2.00", "≥ 3.00"]

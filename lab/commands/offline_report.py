@@ -41,9 +41,9 @@ class Costs:
 def limits_line(machine: RealMachineInfo) -> str:
     """The limits that times are compared with."""
     return (
-        f"limits of {machine.threads} threads: {machine.flops_per_s / 1e12:,.2f} TFLOP/s in matrix "
-        f"products of these shapes, {machine.bytes_per_s / 1e9:,.0f} GB/s of memory; ridge: "
-        f"{machine.ridge_tokens:,.0f} rows, fewer are read for longer than they are computed\n"
+        f"limits: {machine.flops_per_s / 1e12:,.2f} TFLOP/s in matrix products of these shapes, "
+        f"{machine.bytes_per_s / 1e9:,.0f} GB/s of memory\nridge: {machine.ridge_tokens:,.0f} "
+        "rows, fewer are read for longer than they are computed\n"
     )
 
 
@@ -174,10 +174,13 @@ def conclude(costs: Costs, rows: Mapping[str, PolicyRun]) -> str:
     """What a newcomer may quote: what a decode costs, how long answers stand still, and what
     throughput gains."""
     cost = costs.table
+    beside = "what is lost in the noise"
+    if cost.speedup:
+        speedup = show_estimate(cost.speedup, "x")
+        beside = f"{show_estimate(cost.beside_ms)} ms, {speedup} less,"
     sentences = [
-        f"A decode costs {show_estimate(cost.alone_ms)} ms in a batch of decodes and "
-        f"{show_estimate(cost.beside_ms)} ms beside a chunk of {cost.prefill_tokens} tokens, "
-        f"{show_estimate(cost.speedup, 'x')} less ({clock_name(cost)}; -: lost in the noise)."
+        f"A decode costs {show_estimate(cost.alone_ms)} ms in a batch of decodes, and {beside} "
+        f"beside a chunk of {cost.prefill_tokens} tokens ({clock_name(cost)})."
     ]
     steady = {name: row for name, row in rows.items() if not row.busy}
     stalls = [f"{row.summary.longest_stall_s:.2g} s under {name}" for name, row in steady.items()]

@@ -1,8 +1,6 @@
 """What `bench.py paper` computes, measures, prints and writes. Read first: paper.py."""
 
 import gc
-import subprocess
-import time
 from dataclasses import replace
 from multiprocessing import Pool
 from pathlib import Path
@@ -57,7 +55,7 @@ def run(
     if computed:
         print(agreement(found for machines in computed.values() for found in machines.values()))
     machine = lab.info.to_json() if lab else None
-    record = {"options": {"on": on, **options_json(model)}, **provenance(), "machine": machine}
+    record = {"options": {"on": on, **options_json(model)}, "machine": machine}
     write_json(json, record | {"claims": report})
     wrote(json)
 
@@ -122,10 +120,3 @@ def draw(claim: Claim, columns: dict[str, Machines], plot: Path | None) -> None:
         panels = {head: found[-1].column(head) for head in heads}
         plot_table(panels, f"{claim.id}: {claim.sentence}", file)
     wrote(file)
-
-
-def provenance() -> dict[str, Any]:
-    """The commit of this repository, and the date."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    git = subprocess.run(command, capture_output=True, text=True)
-    return {"commit": git.stdout.strip(), "date": time.strftime("%Y-%m-%d")}

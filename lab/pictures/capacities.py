@@ -23,11 +23,11 @@ def plot_table(panels: Mapping[str, Mapping[str, float]], title: str, file: str 
     rows = -(-len(panels) // columns)
     names = max(len(numbers) for numbers in panels.values())
     figure = style.new_figure(0.4 + rows * (0.6 + 0.24 * names))
-    axes = figure.subplots(rows, columns, sharey="row", squeeze=False).flat
+    axes = list(figure.subplots(rows, columns, sharey="row", squeeze=False).flat)
     for axis, (quantity, numbers) in zip(axes, panels.items(), strict=False):
         draw_bars(axis, numbers)
         axis.set_xlabel(quantity)
-    for axis in list(axes)[len(panels) :]:
+    for axis in axes[len(panels) :]:
         axis.set_visible(False)
     return style.finish(figure, title, file)
 
@@ -49,7 +49,7 @@ def draw_bars(axis: Axes, numbers: Mapping[str, float]) -> None:
         axis.text(
             1,  # the right end of the panel, where no bar is
             row,
-            f"{bound}{style.three_digits(number)}",
+            f"{bound}{style.three_digits(float(number) if bound else number)}",
             transform=axis.get_yaxis_transform(),
             ha="right",
             va="center",

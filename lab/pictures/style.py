@@ -119,9 +119,10 @@ def finish(
 
     `machine` has the keys model, dtype and device, and threads if it is real. Returns figure."""
     if machine:
-        title += "\n{model}, {dtype}, {device}".format_map(machine)
+        facts = [str(machine[key]) for key in ("model", "dtype", "device") if machine[key]]
         if "threads" in machine:
-            title += f", threads: {machine['threads']}"
+            facts.append(f"threads: {machine['threads']}")
+        title += f"\n{', '.join(facts)}"
     figure.suptitle(title)
     with new_file(file) as path:
         figure.savefig(path)
