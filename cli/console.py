@@ -16,11 +16,6 @@ from cyclopts import App, CycloptsError, Parameter
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 
 
-def show_default(value: object) -> str | None:
-    """The default that a help shows: none of a flag, which is off."""
-    return None if value is None or isinstance(value, bool) else str(value)
-
-
 def make_app(name: str, help: str) -> App:
     """A program of this name. Its flags have no --no-flag, the last of repeated options
     counts, and its errors are those of `run`."""
@@ -29,7 +24,7 @@ def make_app(name: str, help: str) -> App:
         help=help,
         version_flags=(),
         suppress_keyboard_interrupt=False,
-        default_parameter=Parameter(negative=(), allow_repeating=True, show_default=show_default),
+        default_parameter=Parameter(negative=(), allow_repeating=True),
         result_action="return_value",
     )
 

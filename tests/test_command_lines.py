@@ -13,7 +13,7 @@ from rich.console import Console
 import bench
 import sample
 from cli.columns import Columns
-from cli.console import run, show_default, visible
+from cli.console import run, visible
 from cli.files import write_json
 from cli.loading import load_model, resolve_model
 from cli.model import ModelOptions, split_names
@@ -31,18 +31,20 @@ def ending(main):
         return end.code
 
 
-@pytest.mark.parametrize("program", [*bench.COMMANDS, "bench.py", "sample.py"])
-def test_a_help_does_not_wait_for_torch(program):
-    call = f"bench.main(['{program}', '--help'])"
-    if program.endswith(".py"):
-        call = f"{program[:-3]}.main(['--help'])"
-    code = f"import sys, bench, sample; {call}; assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "--" in done.stdout, done.stderr
+HELPS = """\
+import sys, bench, sample
+for command in bench.COMMANDS:
+    bench.main([command, "--help"])
+bench.main(["--help"])
+sample.main(["--help"])
+assert "torch" not in sys.modules
+"""
 
 
-def test_a_help_shows_defaults_but_of_flags_which_are_off():
-    assert [show_default(value) for value in (False, None, 3)] == [None, None, "3"]
+def test_helps_do_not_wait_for_torch():
+    done = subprocess.run([sys.executable, "-c", HELPS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Usage: ") == len(bench.COMMANDS) + 2
 
 
 def test_without_a_command_it_is_offline():

@@ -125,17 +125,13 @@ def test_a_slow_machine_serves_fewer_rounds(token_ms, wall_per_clock, requests):
     assert offline.affordable_requests(cost, OfflineOptions(), policies=5) == requests
 
 
-@pytest.mark.parametrize(
-    "options, layers",
-    [
-        ({}, 2),
-        ({"layers": 6}, 6),
-        ({"preset": "llama-tiny"}, None),  # it has two
-        ({"model": "gpt2"}, None),  # a checkpoint is computed as it is
-    ],
-)
-def test_a_cpu_computes_few_layers_unless_it_is_told_how_many(options, layers):
-    assert offline.with_few_layers(ModelOptions(device="cpu", **options)).layers == layers
+def test_a_cpu_computes_few_layers_unless_it_is_told_how_many():
+    def layers(**options):
+        return offline.with_few_layers(ModelOptions(device="cpu", **options)).layers
+
+    assert [layers(), layers(layers=6)] == [2, 6]
+    assert layers(preset="llama-tiny") is None  # it has two
+    assert layers(model="gpt2") is None  # a checkpoint is computed as it is
 
 
 def run_of(iterations, drift=0.1):
@@ -144,7 +140,7 @@ def run_of(iterations, drift=0.1):
         Request(0, [*[1] * 6, 1], 6, 1, 0.0, token_times=[1.5]),
         Request(1, [*[2] * 6, 1, 2, 3], 6, 3, 0.5, token_times=[1.5, 1.7, 2.7]),
     ]
-    return Run(completions, iterations, 7.0, 0.0, drift=drift)
+    return Run(completions, iterations, 7.0, own_fraction=0.0, drift=drift)
 
 
 def test_requests_whose_output_depends_on_the_policy_are_counted():
@@ -199,20 +195,14 @@ class PretendedLoad:
         return [iteration.start for iteration in self.iterations]
 
 
-def test_the_engine_that_has_used_the_least_time_is_next(monkeypatch):
-    """The run of each is there when it is done, and what is not done at the deadline is left
-    out."""
+def test_the_engine_that_has_used_the_least_time_is_next():
     now = [0.0]
-    monkeypatch.setattr(offline_load.time, "perf_counter", lambda: now[0])
     loads = {"slow": PretendedLoad(2, 5.0, now), "quick": PretendedLoad(4, 2.0, now)}
     clocks = {name: Clock(lambda: now[0]) for name in loads}
     tokens = []
     turns = list(offline_load.take_turns(loads, clocks, tokens.append))
     assert turns == [("quick", [7, 9, 11, 18]), ("slow", [5, 16])]
     assert tokens == [12] * 6
-    loads = {"slow": PretendedLoad(2, 5.0, now), "quick": PretendedLoad(2, 2.0, now)}
-    turns = offline_load.take_turns(loads, clocks, deadline=now[0] + 10)
-    assert [name for name, _ in turns] == ["quick"]
 
 
 def test_the_load_is_balanced_and_the_same_for_all():

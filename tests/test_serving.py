@@ -125,14 +125,13 @@ def test_classes_are_drawn_in_their_shares_and_the_same_at_every_rate():
 
 
 @pytest.mark.parametrize(
-    "device, sizes",
-    [("cpu", (48, 1024, 128, 32, [64], 10240)), ("cuda", (500, 8192, 512, 128, [256], 42 * 8192))],
+    "device, page_size, kv_tokens", [("cpu", 64, 10240), ("cuda", 256, 344064)]
 )
-def test_the_default_memory_is_a_third_of_the_batch_in_small_pages(device, sizes):
-    found = load.find_sizes(ServeOptions(), ModelOptions(device=device))
-    assert (found.requests, found.max_len, found.chunk, found.batch) == sizes[:4]
-    assert (found.page_size, found.kv_tokens) == sizes[4:]
-    assert found.prefix_caching == [False]
+def test_the_default_memory_is_a_third_of_the_batch_in_small_pages(device, page_size, kv_tokens):
+    sizes = load.find_sizes(ServeOptions(), ModelOptions(device=device))
+    assert sizes.page_size == [page_size]
+    assert sizes.kv_tokens == kv_tokens == sizes.batch // 3 * sizes.max_len
+    assert sizes.prefix_caching == [False]
 
 
 def test_sizes_that_are_given_are_kept_and_checked():
