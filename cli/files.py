@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -25,10 +27,17 @@ def plain(record: Any) -> Any:
     return {name: getattr(record, name) for name in names}
 
 
+def provenance() -> dict[str, str]:
+    """The commit of this repository, "" without git, and the date."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    git = subprocess.run(command, capture_output=True, text=True)
+    return {"commit": git.stdout.strip(), "date": time.strftime("%Y-%m-%d")}
+
+
 def write_json(file: str | Path | None, report: Mapping[str, object]) -> None:
-    """Write the report of a command to a file, if there is one."""
+    """Write the report of a command and its provenance to a file, if there is one."""
     if file:
-        write_text(file, json.dumps(report, indent=2, default=plain))
+        write_text(file, json.dumps({**provenance(), **report}, indent=2, default=plain))
 
 
 def write_text(file: str | os.PathLike[str], text: str) -> None:

@@ -4,7 +4,7 @@
     python -m examples.ladder --simulate a100-80gb --preset llama3-8b --max-len 4096 --qps 8 \
         --kv-tokens 131072
 
-The options are those of a load of `bench.py serve`. Read first: lab/commands/serve_run.py."""
+The options are those of a load of `bench.py serve`. Read first: lab/commands/load.py."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from cli.loading import resolve_model
 from cli.model import ModelOptions
 from cli.tables import Cell, format_table
 from config import EngineConfig
-from lab.commands.options import ServeOptions
-from lab.commands.serve_run import (
+from lab.commands.load import (
     Sizes,
+    arrivals_of,
     find_sizes,
     half_of_possible_qps,
     make_machine,
-    make_workload,
 )
+from lab.commands.options import ServeOptions
 from lab.measure import capacity
 from lab.measure.metrics import goodput, summarize_run
 from lab.measure.run_loop import Run, no_progress
@@ -146,18 +146,18 @@ def climb(
     A line for each rung when it has served the load, then the table. --policies do not count."""
     if not options.simulate:
         model_options = resolve_model(model_options, gpu_preset="llama3-8b", gpu_bytes=75e9)
-    sizes = find_sizes(options, model_options, (48, 500))
+    sizes = find_sizes(options, model_options)
     machine = make_machine(options, sizes, model_options)
-    arrivals_at, load = make_workload(options, sizes, model_options.seed)
+    arrivals = arrivals_of(options, sizes, model_options.seed)
     slo_s = capacity.slo_seconds(options.slo, machine.base)
-    qps = options.qps or half_of_possible_qps(machine, arrivals_at(1.0))
-    print(f"{machine.info.heading()}load: {load}, {qps:g} a second")
+    qps = options.qps or half_of_possible_qps(machine, arrivals)
+    arrivals = arrivals_of(options, sizes, model_options.seed, qps)
+    print(f"{machine.info.heading()}{len(arrivals)} requests, {qps:g} a second")
     rows: dict[str, list[Cell]] = {}
     before: dict[str, float] = {}
     try:
         for name, rung in LADDER.items():
             config = config_of(rung, sizes, model_options.attention, slo_s)
-            arrivals = arrivals_at(qps)
             served = machine.serve(config, arrivals, progress=no_progress, recorder=None)
             print(f"{name}: {served.seconds:,.1f} s")
             numbers = numbers_of(served, options.ttft_slo, slo_s)

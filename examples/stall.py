@@ -10,7 +10,7 @@ from pathlib import Path
 from cli.columns import Columns
 from cli.console import run
 from engine import Engine
-from lab.pictures.terminals import Answer, LatePrompt, Terminal, Word, animate
+from examples.terminals import Answer, LatePrompt, Terminal, Word, animate
 from model import GPT
 from pretrained.streams import TextStream
 from pretrained.tokenizers import Tokenizer, load_tokenizer

@@ -175,5 +175,4 @@ def test_the_page_of_serve_has_a_lane_for_each_instance(tmp_path, monkeypatch):
     assert seen == {
         "vllm": (0, ["replica 1", "replica 2"]),
         "pools 1:1": (6, ["prefill", "decode"]),
-        "pools 1:1 chunks": (6, ["prefill", "decode"]),
     }

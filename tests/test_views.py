@@ -1,18 +1,19 @@
-"""Pictures, held against histories that were worked out by hand: bars, points, colours."""
+"""Pictures of runs, held against histories that were worked out by hand: bars and colours."""
 
 from typing import NamedTuple
 
 import pytest
 from matplotlib.colors import to_hex
 
+from lab.measure.capacity import Bounded
+from lab.pictures.capacities import plot_table
 from lab.pictures.style import DECODE, HYBRID, OVER, PREFILL, WAITING
-from lab.pictures.timelines import plot_serving, plot_timelines
+from lab.pictures.timelines import plot_timelines
 from policies.observers import Iteration
 from request import Request
 from tests.test_metrics import a_completion, an_iteration, decode, prefill
 
 MACHINE = {"model": "llama-tiny", "dtype": "float32", "device": "a CPU", "threads": 2}
-near = pytest.approx
 
 
 class History(NamedTuple):
@@ -22,50 +23,24 @@ class History(NamedTuple):
     iterations: list[Iteration]
 
 
-def a_run():
-    """0 waits 5 s between two tokens while 1 is prefilled, as under vllm; 2 is never served."""
-    iterations = [
+A_RUN = History(  # 0 waits 5 s between two tokens while 1 is prefilled; 2 is never served
+    [
+        a_completion(0, 4, 0.0, "length", 0.0, [1.0, 2.0, 7.0]),
+        a_completion(1, 4, 1.5, "length", 2.0, [6.0, 7.0, 8.0]),
+        a_completion(2, 4, 2.5),
+    ],
+    [
         an_iteration(0.0, 1.0, [prefill(0, 4)]),
         an_iteration(1.0, 2.0, [decode(0)]),
         an_iteration(2.0, 6.0, [prefill(1, 4)]),
         an_iteration(6.0, 7.0, [decode(0), decode(1)]),
-        an_iteration(7.0, 8.0, [decode(1)]),
-    ]
-    completions = [
-        a_completion(0, 4, 0.0, "length", 0.0, [1.0, 2.0, 7.0]),
-        a_completion(1, 4, 1.5, "length", 2.0, [6.0, 7.0, 8.0]),
-        a_completion(2, 4, 2.5),
-    ]
-    return History(completions, iterations)
-
-
-def served(*token_times, scheduled=0.5):
-    """Request 0 with these times of tokens."""
-    return [a_completion(0, 4, 0.0, "length", scheduled, list(token_times))]
-
-
-def points(line):
-    """The points of a line."""
-    return list(zip(*(data.tolist() for data in line.get_data()), strict=True))
-
-
-def texts(axis_or_legend):
-    """What is written there."""
-    return [text.get_text() for text in axis_or_legend.texts]
-
-
-def labels(axis):
-    """The names of the rows."""
-    return [label.get_text() for label in axis.get_yticklabels()]
-
-
-def is_png(file):
-    return file.read_bytes().startswith(b"\x89PNG")
-
-
-def lanes_of(figure):
-    """The axes that have lanes."""
-    return [axis for axis in figure.axes if axis.get_ylabel() == "request"]
+        an_iteration(7.0, 8.0, [decode(1), prefill(0, 3)]),
+    ],
+)
+PREEMPTED = History(
+    [a_completion(0, 4, 0.0, "length", 0.5, [1.0, 2.0, 6.0])],
+    [an_iteration(0.5, 1.0, [prefill(0, 4)]), an_iteration(5.0, 6.0, [prefill(0, 6)])],
+)
 
 
 def bars_of(axis):
@@ -78,43 +53,46 @@ def bars_of(axis):
     return rows
 
 
-def colors_of(bars):
-    return [to_hex(bar.get_facecolor()) for bar in bars]
+@pytest.fixture(scope="module")
+def axes(tmp_path_factory):
+    """Those of the picture of both."""
+    file = tmp_path_factory.mktemp("picture") / "picture.png"
+    figure = plot_timelines({"vllm": A_RUN, "orca": PREEMPTED}, MACHINE, file, 4.0, letters="AB")
+    assert file.read_bytes().startswith(b"\x89PNG")
+    return figure.axes
 
 
-@pytest.fixture
-def file(tmp_path):
-    """Where a picture is written; it must be one."""
-    path = tmp_path / "picture.png"
-    yield path
-    assert is_png(path)
+def test_latencies_have_dots_at_p50_and_p99(axes):
+    _, dots, *_ = axes[1].lines  # of vllm's gaps of 1, 5, 1 and 1 s
+    assert dots.get_xdata().tolist() == pytest.approx([1, 4.88])
+    assert dots.get_ydata().tolist() == [0.5, 0.01]
 
 
-def test_timelines_have_lanes_and_the_tokens_of_each_batch_to_scale(file):
-    hybrid = an_iteration(2.0, 4.0, [decode(0), prefill(1, 3)])
-    other = History(served(1.0, 2.0, 4.0), [*a_run().iterations[:2], hybrid])
-    figure = plot_timelines({"vllm": a_run(), "orca": other}, MACHINE, file, anchor_s=4.0)
-    assert figure.get_suptitle().endswith("\nllama-tiny, float32, a CPU, 2 threads")
-    lanes, tokens, other_lanes, other_tokens, _ = figure.axes
-    assert [axis.get_title(loc="left") for axis in (lanes, other_lanes)] == ["vllm", "orca"]
-    assert lanes.get_title(loc="right") == "longest time between tokens: 5.00 s"
-    gaps_and_chunk_of_0 = [(1, 2, 0), (2, 7, 0), (0, 1, 0)]  # it is let in at once
-    wait_gaps_and_chunk_of_1 = [(1.5, 2, 1), (6, 7, 1), (7, 8, 1), (2, 6, 1)]
-    bars = [bar[:3] for bar in bars_of(lanes)]
-    assert bars == gaps_and_chunk_of_0 + wait_gaps_and_chunk_of_1
-    assert labels(lanes) == ["0", "1"]  # 2 only waits
-    assert other_lanes.get_xlim() == lanes.get_xlim() == (0, near(8.16))
-    assert [bar.get_height() for bar in tokens.patches] == [4, 1, 4, 2, 1]
+def test_lanes_have_waiting_gaps_and_prefills_and_batches_their_tokens_to_scale(axes):
+    _, _, _, lanes, tokens, *_ = axes
+    lane_of_0 = [(1, 2, 0), (2, 7, 0), (0, 1, 0), (7, 8, 0)]  # it is let in at once
+    lane_of_1 = [(1.5, 2, 1), (6, 7, 1), (7, 8, 1), (2, 6, 1)]
+    bars = bars_of(lanes)
+    assert sorted(bar[:3] for bar in bars) == sorted(lane_of_0 + lane_of_1)
+    assert [bar[:2] for bar in bars if bar[3] == OVER] == [(2, 7)]
+    assert [label.get_text() for label in lanes.get_yticklabels()] == ["A", "B"]  # 2 only waits
+    assert lanes.get_xlim() == (0, pytest.approx(8.16))
+    assert [bar.get_height() for bar in tokens.patches] == [4, 1, 4, 2, 4]
     assert (tokens.patches[2].get_x(), tokens.patches[2].get_width()) == (2, 4)
-    assert colors_of(tokens.patches) == [PREFILL, DECODE, PREFILL, DECODE, DECODE]
-    assert colors_of(other_tokens.patches) == [PREFILL, DECODE, HYBRID]
+    colors = [to_hex(bar.get_facecolor()) for bar in tokens.patches]
+    assert colors == [PREFILL, DECODE, PREFILL, DECODE, HYBRID]
 
 
-def test_a_preempted_request_has_its_new_prefill_in_the_gap_that_it_makes(file):
-    iterations = [an_iteration(0.5, 1, [prefill(0, 4)]), an_iteration(5, 6, [prefill(0, 6)])]
-    run = History(served(1.0, 2.0, 6.0), iterations)
-    (lanes,) = lanes_of(plot_serving({"": run}, MACHINE, file, 3.0, letters="A"))
-    waits, short, *rest = bars_of(lanes)
-    assert waits == (0, 0.5, 0, WAITING) and short[:3] == (1, 2, 0) and short[3] != OVER
-    assert rest == [(2, 6, 0, OVER), (0.5, 1, 0, PREFILL), (5, 6, 0, PREFILL)]
-    assert labels(lanes) == ["A"]
+def test_a_preempted_request_has_its_new_prefill_in_the_gap_that_it_makes(axes):
+    waiting, short, *rest = bars_of(axes[5])
+    assert waiting == (0, 0.5, 0, WAITING)
+    assert short[:3] == (1, 2, 0)
+    assert rest[1:] == [(0.5, 1, 0, PREFILL), (5, 6, 0, PREFILL)]
+
+
+def test_a_bound_is_hatched_and_says_so(tmp_path):
+    rates = {"vllm": 2.0, "sarathi:256": Bounded(3.0, "at least")}
+    (axis,) = plot_table({"capacity": rates}, "", tmp_path / "table.png").axes
+    bars = [(bar.get_width(), bar.get_hatch()) for bar in axis.patches]
+    assert bars == [(2, ""), (3, "////")]
+    assert [text.get_text() for text in axis.texts] == ["2.00", "≥ 3.00"]

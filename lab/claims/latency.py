@@ -46,10 +46,10 @@ def stalls_under_load(lab: Lab) -> Result:
 
 def draw_serving(runs: dict[str, Run], name: str, slo_s: float, file: str) -> None:
     """Write the picture of SS-F7."""
-    from lab.pictures.timelines import plot_serving  # matplotlib takes a second
+    from lab.pictures.timelines import plot_timelines  # matplotlib takes a second
 
     title = "SS-F7: two requests run, A and B, when two others come, C and D"
-    plot_serving(runs, {"device": name, "model": "", "dtype": ""}, file, slo_s, title, "ABCD")
+    plot_timelines(runs, {"device": name, "model": "", "dtype": ""}, file, slo_s, title, "ABCD")
 
 
 @claim("SS-F7", "Sarathi-Serve neither stalls A and B nor lets C and D wait", MISTRAL_7B)

@@ -109,7 +109,7 @@ def main(
     cost = CostModel.named(MODEL)
     slo_s = slo_seconds("strict", base_of(cost, MAX_LEN, BASE_CHUNK))
     loads = make_loads(cost, options.requests)
-    names = short_names([*split_names(policies), *POLICIES])
+    names = {name.split(".py:")[-1]: name for name in [*split_names(policies), *POLICIES]}
     remedies = {name: name for name in REMEDIES if name not in names}
     recorders = simulate_all(names, remedies, loads, slo_s)
     html = options.html
@@ -198,17 +198,6 @@ def write_beside(
     return files, editor(packed, pyodide="pyodide/")
 
 
-def short_names(names: Sequence[str]) -> dict[str, str]:
-    """{what the page calls a policy: its name}. A class from a file goes without the file, unless
-    two have the same name."""
-    names = list(dict.fromkeys(names))
-    short = [name.split(".py:")[-1] for name in names]
-    return {
-        name if short.count(short_name) > 1 else short_name: name
-        for name, short_name in zip(names, short, strict=True)
-    }
-
-
 def make_loads(cost: CostModel, requests: int) -> dict[str, Load]:
     """What the page's buttons call a load, and that load, for the machine of `cost`."""
     from lab.measure.capacity import estimated_qps
@@ -218,30 +207,21 @@ def make_loads(cost: CostModel, requests: int) -> dict[str, Load]:
     lengths = workload.sample_lengths("sharegpt4", requests, MAX_LEN, 0)
     possible_qps = estimated_qps(base, workload.poisson(lengths, 1.0, 0))
     steady = workload.poisson(lengths, STEADY * possible_qps, 0)
-    prefixed = [
-        (prompt_len + SHARED, output_len)
-        for prompt_len, output_len in workload.sample_lengths(
-            "sharegpt4", requests, MAX_LEN - SHARED, 0
-        )
-    ]
+    overload = workload.poisson(lengths, OVERLOAD * possible_qps, 0)
+    shorter = workload.sample_lengths("sharegpt4", requests, MAX_LEN - SHARED, 0)
+    prefixed = [(SHARED + prompt_len, output_len) for prompt_len, output_len in shorter]
     sharing = workload.poisson(prefixed, possible_qps, 0)
+    prompts = workload.prompts(sharing, VOCABULARY, 0, shared=(SHARED, 2))
+    one_long = one_long_among_short(requests)
     a_to_d, _ = workload.read_trace(TRACE, MAX_LEN)
     return {
         "A to D": Load(a_to_d, letters=True),
         "steady": Load(steady),
-        "overload": Load(workload.poisson(lengths, OVERLOAD * possible_qps, 0)),
+        "overload": Load(overload),
         "burst": Load(with_burst(steady)),
-        LONG_AMONG_SHORT: Load(
-            one_long_among_short(requests),
-            tokens=8 * LONG_MAX_LEN,
-            max_len=LONG_MAX_LEN,
-        ),
-        "tight memory": Load(
-            workload.poisson(lengths, OVERLOAD * possible_qps, 0), tokens=TIGHT * MAX_LEN
-        ),
-        "shared prefixes": Load(
-            sharing, prompts=workload.prompts(sharing, VOCABULARY, 0, shared=(SHARED, 2))
-        ),
+        LONG_AMONG_SHORT: Load(one_long, tokens=8 * LONG_MAX_LEN, max_len=LONG_MAX_LEN),
+        "tight memory": Load(overload, tokens=TIGHT * MAX_LEN),
+        "shared prefixes": Load(sharing, prompts=prompts),
         "pipeline bubbles": Load(steady, pp=2),
         TWO_GPUS: Load(workload.poisson(lengths, 2 * STEADY * possible_qps, 0), replicas=2),
     }

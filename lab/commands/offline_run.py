@@ -3,21 +3,20 @@
 Read first: offline.py, lab/measure/decode_cost.py and offline_load.py. Read next:
 offline_report.py, what it prints."""
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from cli.files import options_json
+from cli.files import options_json, write_json, wrote
 from cli.loading import load_model, resolve_model
 from cli.model import ModelOptions, split_names
 from config import EngineConfig
-from lab.commands.frame import reporting
 from lab.commands.offline_report import (
     Costs,
     conclude,
@@ -30,7 +29,7 @@ from lab.commands.offline_report import (
 from lab.commands.options import OfflineOptions
 from lab.measure import timing
 from lab.measure.batch_times import BatchTime, time_batches
-from lab.measure.decode_cost import measure_decode_cost, table_2_batches
+from lab.measure.decode_cost import DecodeCost, measure_decode_cost, table_2_batches
 from lab.measure.machine_info import measure_machine
 from lab.measure.offline_load import OfflineLoad, policy_runs, run_policies
 from lab.measure.run_loop import Run
@@ -42,9 +41,8 @@ CPU_LAYERS = 2  # of a geometry on a CPU: each layer does the same work
 CPU_S = 12  # of the pairs in CPU time
 WALL_S = 4  # and in wall time
 SERVE_S = 40  # of all policies together
-LATE = 1.5  # times as long as was estimated, but LEAST_S: what is not done then is left out
-LEAST_S = 15
-MOST_ROUNDS = 5  # with a full batch
+LIMIT_S = 120  # of wall time: what is not done then is left out
+MOST_ROUNDS = 6  # the first of which fills the batch
 
 
 def with_few_layers(model: ModelOptions) -> ModelOptions:
@@ -79,56 +77,55 @@ def run(options: OfflineOptions, model_options: ModelOptions) -> None:
     report: dict[str, Any] = {
         "options": options_json(options, model_options) | {"pd_ratio": options.pd_ratio},
         "machine": machine.to_json(),
+        "decode_cost": print_costs(costs, model, options.seq_len),
     }
+    load = OfflineLoad(
+        seq_len=options.seq_len,
+        pd_ratio=options.pd_ratio,
+        batch=options.batch,
+        requests=options.requests or affordable_requests(costs.served, options, len(policies)),
+        seed=model_options.seed,
+    )
+    print(f"serving {load.requests} requests under each policy")
     runs: dict[str, Run] = {}
-    requests = options.requests or affordable_requests(costs, options, len(policies))
-    load = load_of(options, requests, model_options.seed)
-
-    def draw(file: Path) -> None:
-        from lab.pictures.timelines import plot_timelines
-
-        anchor_s = 10 * costs.served.decode_only_ms.value / 1e3  # longer gaps are red
-        plot_timelines(runs, machine.to_json(), str(file), anchor_s)
-
-    with reporting(options, report, plot=draw):
-        report["decode_cost"] = print_costs(costs, model, machine, options.seq_len)
-        seconds = len(policies) * seconds_to_serve(costs, options, load)
-        serve_s = max(LEAST_S, LATE * seconds)
-        print(f"serving {requests} requests under each policy, {serve_s:.0f} s at most")
-        in_cpu_time = costs.served.cpu_time
-        try:
-            with (
-                timing.one_thread() if in_cpu_time else nullcontext(),
-                tqdm(total=len(policies) * load.tokens, leave=False, disable=None) as bar,
+    in_cpu_time = costs.served.cpu_time
+    try:
+        with (
+            timing.one_thread() if in_cpu_time else nullcontext(),
+            tqdm(total=len(policies) * load.tokens, leave=False, disable=None) as bar,
+        ):
+            for name, run in run_policies(
+                model,
+                policies,
+                load,
+                chunk=options.chunk,
+                attention=attention,
+                progress=bar.update,
+                now=timing.cpu_time if in_cpu_time else timing.wall_time,
+                limit_s=math.inf if options.requests else LIMIT_S,
             ):
-                for name, run in run_policies(
-                    model,
-                    policies,
-                    load,
-                    chunk=options.chunk,
-                    attention=attention,
-                    progress=bar.update,
-                    now=timing.cpu_time if in_cpu_time else timing.wall_time,
-                    limit_s=serve_s,
-                ):
-                    runs[name] = run
-        finally:
-            rows = policy_runs(policies, runs, options.batch)
-            if in_cpu_time:  # which no other program makes busy
-                rows = {name: replace(row, busy=False) for name, row in rows.items()}
-            report["end_to_end"] = {name: row_json(row) for name, row in rows.items()}
-            print_end_to_end(rows, load, policies, chunk=options.chunk, in_cpu_time=in_cpu_time)
-        conclusion = conclude(costs, rows, machine)
-        report |= {"conclusion": conclusion, "seconds": time.perf_counter() - began}
-        print(f"{conclusion}\n")
-        if len(rows) > 1:
-            report["equal_texts"] = equal = count_equal_texts(rows)
-            print(f"same text under all {len(rows)} policies: {equal} of {requests} requests")
-            if equal < requests:
-                print(
-                    f"(in {model_options.dtype} rounding depends on the batch that a token is in)"
-                )
-        print(f"took {report['seconds']:.0f} s")
+                runs[name] = run
+    finally:
+        rows = policy_runs(policies, runs, options.batch)
+        if in_cpu_time:  # which no other program makes busy
+            rows = {name: replace(row, busy=False) for name, row in rows.items()}
+        conclusion = conclude(costs, rows)
+        equal_texts = count_equal_texts(rows)
+        report["end_to_end"] = {name: row_json(row) for name, row in rows.items()}
+        report["conclusion"] = conclusion
+        report["seconds"] = time.perf_counter() - began
+        report["equal_texts"] = equal_texts
+        print_end_to_end(rows, load, options.chunk, in_cpu_time)
+        print(f"{conclusion}\n\nsame text under {', '.join(rows)}: {equal_texts} of the requests")
+        print(f"(in {model_options.dtype} rounding depends on the batch that a token is in)")
+        write_json(options.json, report)
+        wrote(options.json)
+        if options.plot:
+            from lab.pictures.timelines import plot_timelines
+
+            anchor_s = 10 * costs.served.decode_only_ms.value / 1e3  # longer gaps are red
+            plot_timelines(runs, report["machine"], options.plot, anchor_s)
+            wrote(options.plot)
 
 
 def measure_costs(model: GPT, options: OfflineOptions, attention: str, busy: bool) -> Costs:
@@ -153,31 +150,10 @@ def measure_costs(model: GPT, options: OfflineOptions, attention: str, busy: boo
     return Costs(cpu=cpu, wall=None if wall.busy else wall, parts=parts)
 
 
-def load_of(options: OfflineOptions, requests: int, seed: int) -> OfflineLoad:
-    """The requests that the policies serve."""
-    return OfflineLoad(
-        seq_len=options.seq_len,
-        pd_ratio=options.pd_ratio,
-        batch=options.batch,
-        requests=requests,
-        seed=seed,
-    )
-
-
-def seconds_to_serve(costs: Costs, options: OfflineOptions, load: OfflineLoad) -> float:
-    """The seconds of wall time that a policy takes to serve the load, if a token costs what it
-    costs in the hybrid batch."""
-    cost = costs.served
+def affordable_requests(cost: DecodeCost, options: OfflineOptions, policies: int) -> int:
+    """How many requests so many policies serve in SERVE_S, if a token costs what it costs in the
+    hybrid batch: MOST_ROUNDS of B or fewer, and always more than B."""
     token_s = cost.hybrid_ms.value / options.chunk / 1e3 * cost.wall_per_clock
-    return load.tokens * token_s
-
-
-def affordable_requests(costs: Costs, options: OfflineOptions, policies: int) -> int:
-    """How many requests so many policies serve in SERVE_S: MOST_ROUNDS of B with a full batch, or
-    fewer; always more than B."""
-    batch = options.batch
-    max_requests = (MOST_ROUNDS + 1) * batch + 1
-    seconds = policies * seconds_to_serve(costs, options, load_of(options, max_requests, 0))
-    requests = int(SERVE_S * max_requests / seconds)
-    rounds = min((requests - 1) // batch, MOST_ROUNDS + 1)
-    return max(rounds, 1) * batch + 1
+    round_s = policies * options.batch * options.seq_len * token_s
+    rounds = min(int(SERVE_S / round_s), MOST_ROUNDS)
+    return max(rounds, 1) * options.batch + 1

@@ -11,10 +11,7 @@ from cyclopts.types import NonNegativeFloat, PositiveFloat, PositiveInt
 from cyclopts.validators import Number
 
 from lab.measure.arrival import LENGTHS
-from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS
-from pretrained.presets import PRESETS
-
-LARGE = ", ".join(name for name in GEOMETRIES if name not in PRESETS)
+from lab.simulator.devices import DEVICES
 
 
 @Parameter(name="*")
@@ -23,16 +20,15 @@ class OfflineOptions:
     """The options of `bench.py offline`. Raises ValueError for sizes that do not go together."""
 
     policies: str = "request-level,orca-best,vllm,sarathi,sarathi-serve"
-    """Comma-separated, or my_policy.py:ClassName; sarathi-serve:64 has a chunk of its own,
-    orca-best lets one prompt into a batch, vllm is its scheduler of 2023."""
+    """With commas; my_policy.py:Class or sarathi:64, too."""
     chunk: PositiveInt = 256
-    """C, the chunk size and token budget, in tokens."""
+    """C, the chunk size and token budget."""
     batch: Annotated[int, Parameter(validator=Number(gte=2))] = 6
     """B, the most requests at once."""
     seq_len: Annotated[int, Parameter(validator=Number(gte=3))] = 1000
     """Prompt and output tokens of a request, together."""
     requests: PositiveInt | None = None
-    """Requests to serve. [default: up to 5 rounds of B, as many as are served in 40 s]"""
+    """[default: up to 5 rounds of B, as many as are served in 40 s]"""
     plot: Path | None = None
     """Draw each policy's iterations."""
     json: Path | None = None
@@ -55,13 +51,9 @@ class BatchesOptions:
     """The options of `bench.py batches`."""
 
     slo: PositiveFloat | None = None
-    """Find the largest token budget within this SLO of the time between tokens, in seconds,
-    instead."""
-    decodes: PositiveInt | None = None
-    """With --slo, requests that decode beside the chunk. [default: 16 on a CPU, 64 on a GPU]"""
+    """Find the largest token budget within this TBT, in seconds."""
     max_len: PositiveInt | None = None
-    """With --slo, the longest request and largest budget. [default: 1024 on a CPU, 8192 on a
-    GPU]"""
+    """With --slo, the longest request. [default: 1024, on a GPU 8192]"""
     json: Path | None = None
     """Write all that is printed, with these options."""
 
@@ -72,47 +64,49 @@ class LoadOptions:
     """A load and the engines that serve it: of `bench.py serve` and `capacity`."""
 
     policies: str = "vllm,orca,sarathi-serve,dynamic"
-    """Comma-separated, or my_policy.py:ClassName; sarathi-serve:64 has a chunk of its own."""
+    """With commas; my_policy.py:Class or sarathi:64, too."""
     slo: str = "strict"
-    """Of P99 TBT: strict or relaxed, 5x or 25x a decode iteration, another multiple, or seconds."""
+    """P99 TBT: strict or relaxed, 5x or 25x a decode, or in s."""
     requests: PositiveInt | None = None
-    """How many arrive. [default: 48, on a GPU 500; of capacity 128 or 512, or 4 --batch]"""
-    lengths: Annotated[
-        str,
-        Parameter(help=f"{', '.join(LENGTHS)}, scaled to --max-len, or PROMPT+OUTPUT tokens, ..."),
-    ] = "sharegpt4"
+    """[default: 48, on a GPU 500; of capacity 4 --batch]"""
+    lengths: Annotated[str, Parameter(help=f"{', '.join(LENGTHS)}, or PROMPT+OUTPUT, ...")] = (
+        "sharegpt4"
+    )
     trace: Path | None = None
     """A log: arrived_at, num_prefill_tokens, num_decode_tokens."""
     shared_prefix: str = "0:1"
-    """LENGTH:COUNT, each prompt begins with one of COUNT prefixes."""
+    """LENGTH:COUNT, of prefixes that prompts begin with."""
     max_len: PositiveInt | None = None
-    """The longest prompt and output. [default: 1024, on a GPU 8192]"""
+    """The longest request. [default: 1024, on a GPU 8192]"""
     chunk: PositiveInt | None = None
-    """C, the chunk size and token budget. [default: 128, on a GPU 512]"""
+    """C, or the token budget. [default: 128, on a GPU 512]"""
     batch: PositiveInt | None = None
     """B, the most at once. [default: 32, on a GPU 128]"""
     page_size: str | None = None
-    """Tokens in a page, or max. [default: 64, on CUDA 256]"""
+    """In tokens, or max. [default: 64, on CUDA 256]"""
     kv_tokens: PositiveInt | None = None
-    """Tokens in the cache. [default: a third of --batch of --max-len; simulated: all]"""
+    """[default: a third of --batch of --max-len; simulated: all]"""
     prefix_caching: Literal["off", "on", "both"] | None = None
-    """Share pages of prompts that begin alike. [default: both with --shared-prefix]"""
-    simulate: Annotated[
-        str | None, Parameter(help=f"Of {', '.join(DEVICES)}. --preset may then be {LARGE}, too.")
-    ] = None
+    """[default: both with --shared-prefix]"""
+    simulate: Annotated[str | None, Parameter(help=f"Of {', '.join(DEVICES)}.")] = None
     replicas: PositiveInt = 1
-    """Simulated copies that share one queue."""
+    """Simulated copies with one queue."""
     pools: str | None = None
-    """PREFILL:DECODE, two simulated pools beside as many replicas."""
-    tp_link: Annotated[str | None, Parameter(help=f"Within a stage, of {', '.join(LINKS)}.")] = None
+    """PREFILL:DECODE, simulated, beside as many replicas."""
+    tp_link: str | None = None
+    """Such as nvlink3, pcie4: lab/simulator/devices.py."""
     pp_link: str | None = None
     """Between stages. [default: infiniband]"""
     cpu_ms: NonNegativeFloat = 0.0
-    """Simulated CPU time of an iteration on each stage."""
+    """Simulated CPU time of an iteration."""
     plot: Path | None = None
     """Draw latencies and timelines, or capacities."""
     json: Path | None = None
     """Write all numbers, with these options."""
+
+    def __post_init__(self) -> None:
+        if (self.pools or self.replicas > 1) and not self.simulate:
+            raise ValueError("--replicas and --pools: go with --simulate")
 
 
 @Parameter(name="*")
@@ -125,9 +119,9 @@ class ServeOptions(LoadOptions):
     long_prompt: PositiveInt | None = None
     """The prompt of one more request, the first."""
     classes: str = "normal=1"
-    """Shares of the classes of `priority`, as in realtime=1,normal=4,low=5."""
+    """Shares, as realtime=1,normal=4,low=5."""
     ttft_slo: PositiveFloat = 2.0
-    """Of goodput, in seconds, beside --slo."""
+    """The TTFT that goodput asks for, in seconds."""
     html: Path | None = None
     """Write a page to step through all decisions."""
 
@@ -136,6 +130,3 @@ class ServeOptions(LoadOptions):
 @dataclass(frozen=True, kw_only=True)
 class CapacityOptions(LoadOptions):
     """The options of `bench.py capacity`."""
-
-    ratio: Annotated[float, Parameter(validator=Number(gt=1, lte=2))] = 1.05
-    """The steps of the search: a rate above the capacity by so much fails."""

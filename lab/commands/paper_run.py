@@ -1,8 +1,6 @@
 """What `bench.py paper` computes, measures, prints and writes. Read first: paper.py."""
 
 import gc
-import subprocess
-import time
 from dataclasses import replace
 from multiprocessing import Pool
 from pathlib import Path
@@ -56,7 +54,7 @@ def run(
     if computed:
         print(agreement(result for machines in computed.values() for result in machines.values()))
     machine = lab.info.to_json() if lab else None
-    record = {"options": {"on": on, **options_json(model)}, **provenance(), "machine": machine}
+    record = {"options": {"on": on, **options_json(model)}, "machine": machine}
     write_json(json, record | {"claims": report})
     wrote(json)
 
@@ -122,16 +120,9 @@ def draw(claim: Claim, columns: dict[str, Machines], plot: Path | None) -> None:
     if results[-1].picture:
         results[-1].picture(file)
     else:
-        from lab.pictures.bars import plot_bars  # matplotlib takes a second
+        from lab.pictures.capacities import plot_table  # matplotlib takes a second
 
         heads = dict.fromkeys(head for row in results[-1].rows.values() for head in row)
         panels = {head: results[-1].column(head) for head in heads}
-        plot_bars(panels, f"{claim.id}: {claim.sentence}", file)
+        plot_table(panels, f"{claim.id}: {claim.sentence}", file)
     wrote(file)
-
-
-def provenance() -> dict[str, Any]:
-    """The commit of this repository, and the date."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    git = subprocess.run(command, capture_output=True, text=True)
-    return {"commit": git.stdout.strip(), "date": time.strftime("%Y-%m-%d")}

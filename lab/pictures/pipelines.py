@@ -48,12 +48,7 @@ def plot_pipeline(
     stages = 1 + max(run.stage for run in stage_runs)
     end = 1.01 * max(run.end for run in stage_runs)
     figure = style.new_figure(1.9 + len(pipelines) * (0.6 + LANE_HEIGHT * stages))
-    axes = figure.subplots(
-        len(pipelines),
-        1,
-        sharex=True,
-        squeeze=False,
-    )[:, 0]
+    axes = figure.subplots(len(pipelines), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (name, runs) in zip(axes, pipelines.items(), strict=True):
         for run in runs:
             _draw_batch(axis, run, width=LANE_WIDTH * (run.end - run.start) / end)
@@ -86,32 +81,16 @@ def _draw_batch(axis: Axes, run: StageRun, width: float) -> None:
     prefills = [chunk.request_id for chunk in run.chunks if not chunk.is_decode]
     color = style.batch_color(len(prefills), len(decodes))
     seconds = run.end - run.start
-    axis.barh(
-        run.stage,
-        seconds,
-        BOX_HEIGHT,
-        run.start,
-        color=color,
-        edgecolor="white",
-        lw=0.4,
-    )
+    axis.barh(run.stage, seconds, BOX_HEIGHT, run.start, color=color, edgecolor="white", lw=0.4)
     if run.bubble:
         bubble_start = run.start - run.bubble
-        axis.barh(
-            run.stage,
-            run.bubble,
-            BOX_HEIGHT,
-            bubble_start,
-            lw=0.5,
-            **style.BUBBLE,
-        )
+        axis.barh(run.stage, run.bubble, BOX_HEIGHT, bubble_start, lw=0.5, **style.BUBBLE)
     lines = []
     for ids, kind in ((decodes, "d"), (prefills, "p")):
-        letters = "".join(ascii_uppercase[i] for i in ids if i < len(ascii_uppercase))
-        if len(letters) < len(ids) or (len(letters) + 1) * LETTER_WIDTH > width:
+        if max(ids, default=0) >= len(ascii_uppercase) or (len(ids) + 1) * LETTER_WIDTH > width:
             return  # there is no letter for one, or no room for all
-        if letters:
-            lines.append(f"${letters}_{kind}$")
+        if ids:
+            lines.append(f"${''.join(ascii_uppercase[i] for i in ids)}_{kind}$")
     axis.text(
         run.start + seconds / 2,
         run.stage,

@@ -1,18 +1,16 @@
 """What all pictures share: colours, names, axes of plain numbers. Read next: timelines.py."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from matplotlib import colormaps, rcParams
+from matplotlib import rcParams
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, to_hex
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure, SubFigure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
-from cli.tables import show
 from policies.cards import CARDS
 from runtime.files import new_file
 
@@ -39,9 +37,7 @@ WAITING = "#d0d0d0"
 GAPS = LinearSegmentedColormap.from_list("gaps", [DECODE, "#f2d53c"]).with_extremes(
     bad=DECODE, over=OVER
 )
-
-POLICY_COLORS = {name: card.color for name, card in CARDS.items()}
-OTHER_COLORS = ["#b3b36b", "#4c004c", "#000099", "#066b62"]  # of policies that are not in there
+OTHER_COLORS = ["#b3b36b", "#4c004c", "#000099", "#066b62"]  # of policies without a card
 OURS = "#93a4bd"  # bars of numbers that are no policy's
 
 # ---- Keyword arguments that several pictures give to matplotlib ---------------------------------
@@ -54,10 +50,6 @@ BUBBLE: dict[str, Any] = {  # where a stage waits
     "edgecolor": "#777777",
     "hatch": "////",
 }
-ARROWS = {"at least": "≥", "below": "<"}
-LOG_FROM = 50  # times as large as the smallest number of a panel of bars is the largest
-LEGEND_WIDTH = 110  # characters in a legend as wide as a picture
-LINE_WIDTH = 8  # of these for the line before a name
 PLAIN = "{x:g}"  # ticks: 0.01 and 10 on a log scale, instead of powers
 
 
@@ -69,54 +61,9 @@ def batch_color(prefills: int, decodes: int) -> str:
 
 
 def policy_colors(names: Iterable[str]) -> dict[str, str]:
-    """The colour of each name: that of POLICY_COLORS, or else one of OTHER_COLORS; if these do not
-    suffice, as of `name_colors`."""
-    names = list(names)
-    if sum(name not in POLICY_COLORS for name in names) > len(OTHER_COLORS):
-        return name_colors(names)
-    spare_colors = iter(OTHER_COLORS)
-    return {name: POLICY_COLORS.get(name) or next(spare_colors) for name in names}
-
-
-def name_colors(names: Sequence[str]) -> dict[str, str]:
-    """The colour of each line of a picture, so that one colour has one meaning.
-
-    A policy has its own; several settings of one, such as sarathi:64 and sarathi:128, are shades of
-    it. Other names are steps of a scale, from dark to light."""
-    colors: dict[str, str] = {}
-    settings: dict[str, list[str]] = {}  # by the colour that they are shades of; "" for none
-    for name in names:
-        color = POLICY_COLORS.get(re.split("[:,]", name)[0], "")
-        settings.setdefault(color, []).append(name)
-    for color, variants in settings.items():
-        if color:
-            scale = LinearSegmentedColormap.from_list("shades", [color, "white"])
-            lightest = 0.6
-        else:
-            scale = colormaps["viridis"]
-            lightest = 0.85
-        places = np.linspace(0, lightest, len(variants))
-        colors |= {name: to_hex(scale(place)) for name, place in zip(variants, places, strict=True)}
-    return colors
-
-
-def legend_columns(names: Sequence[str]) -> int:
-    """How many columns a legend has that is as wide as a picture: at most five."""
-    widest = LINE_WIDTH + max(map(len, names), default=0)
-    return min(5, max(1, LEGEND_WIDTH // widest))
-
-
-def bound_of(number: float | None) -> str:
-    """The word of a lab.measure.capacity.Bounded, "at least" or "below"; "" of other numbers."""
-    return getattr(number, "bound", "")
-
-
-def short(number: float, spec: str = "") -> str:
-    """A number beside its bar, with three digits or in the format `spec`: "≥ 3.50" of a bound."""
-    bound = bound_of(number)
-    if bound:
-        return f"{ARROWS[bound]} {short(float(number), spec)}"
-    return show(number, spec) if spec else three_digits(number)
+    """The colour of each name: that of the policy's card, or else one of OTHER_COLORS."""
+    spare_colors = cycle(OTHER_COLORS)
+    return {name: CARDS[name].color if name in CARDS else next(spare_colors) for name in names}
 
 
 def three_digits(value: float | None) -> str:
@@ -136,24 +83,15 @@ def duration(seconds: float) -> str:
 
 
 def log_scale(axes: str, panel: Axes) -> None:
-    """Draw a grid, and give the named axes ("x", "y" or "xy") a log scale with plain ticks.
-
-    An axis whose data does not reach above 0 stays linear."""
+    """Draw a grid, and give the named axes ("x", "y" or "xy") a log scale with plain ticks."""
     panel.grid(True)
-    for name, end, axis, set_scale in (
-        ("x", panel.dataLim.x1, panel.xaxis, panel.set_xscale),
-        ("y", panel.dataLim.y1, panel.yaxis, panel.set_yscale),
-    ):
-        if name in axes and end > 0:
-            set_scale("log")
-            low, high = axis.get_view_interval()
-            subs = (1, 2, 5) if high < 30 * low else (1,)
-            is_narrow = high < 3 * low
-            axis.set_major_locator(
-                MaxNLocator(2) if is_narrow else LogLocator(10, subs, numticks=5)
-            )
-            axis.set_major_formatter(PLAIN)
-            axis.set_minor_formatter(NullFormatter())
+    for name in axes:
+        panel.set(**{f"{name}scale": "log"})
+        axis = panel.xaxis if name == "x" else panel.yaxis
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(10, (1, 2, 5) if high < 30 * low else (1,), numticks=5))
+        axis.set_major_formatter(PLAIN)
+        axis.set_minor_formatter(NullFormatter())
 
 
 def bare(panel: Axes, *sides: str) -> None:
@@ -181,10 +119,10 @@ def finish(
 
     `machine` has the keys model, dtype and device, and threads if it is real. Returns figure."""
     if machine:
-        title += "\n{model}, {dtype}, {device}".format_map(machine)
-        threads = machine.get("threads")
-        if threads:
-            title += f", {threads} thread" if threads == 1 else f", {threads} threads"
+        facts = [str(machine[key]) for key in ("model", "dtype", "device") if machine[key]]
+        if "threads" in machine:
+            facts.append(f"threads: {machine['threads']}")
+        title += f"\n{', '.join(facts)}"
     figure.suptitle(title)
     with new_file(file) as path:
         figure.savefig(path)
