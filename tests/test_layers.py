@@ -1,4 +1,4 @@
-"""Imports, held against a table: they point down, and what only plans needs no torch."""
+"""Imports, held against an order of rooms: they point down, and what only plans needs no torch."""
 
 import ast
 import graphlib
@@ -11,50 +11,14 @@ import pytest
 
 from tests.helpers import ROOT, repository
 
-LOW = "runtime.files runtime.memory"
-SHARED = "request scheduler policies"
-PLANNING = f"pretrained.presets config {SHARED} kv_cache bookkeeping parallel.micro_batches {LOW}"
-CACHE = "config request kv_cache"
-MODEL = "pretrained attention model sampling"
-ENGINE = f"{PLANNING} {MODEL} runtime engine torch"
-LIBRARIES = f"{ENGINE} parallel lab.measure lab.simulator page"
-MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
-    "pretrained.presets": "",
-    "config": "pretrained.presets",
-    "request": "",
-    "kv_cache": "config request",
-    "bookkeeping": "request kv_cache",
-    "scheduler": "request bookkeeping",
-    "policies": "config request kv_cache scheduler",
-    "parallel.micro_batches": SHARED,
-    "runtime.files": "",
-    "runtime.memory": "config kv_cache",
-    "pretrained": "pretrained.presets config request torch",
-    "attention": f"{CACHE} torch",
-    "model": f"{CACHE} pretrained attention torch",
-    "fast": f"{CACHE} runtime.memory attention model torch",
-    "sampling": "attention torch",
-    "runtime": f"{CACHE} runtime.memory {MODEL} torch",
-    "engine": f"{PLANNING} {MODEL} runtime",
-    "parallel": ENGINE,
-    "lab.measure": f"{ENGINE} parallel",
-    "lab.simulator": f"{ENGINE} lab.measure",
-    "page": f"{SHARED} parallel.micro_batches runtime.files",
-    "cli": f"{ENGINE} parallel",
-    "lab.pictures": "request policies parallel.micro_batches lab.measure runtime.files cli",
-    "lab.claims": f"{LIBRARIES} cli lab.pictures",
-    "server": f"{ENGINE} parallel page cli",
-    "exercises": f"{PLANNING} page cli",
-    "lab.explore": f"{PLANNING} lab.measure lab.simulator page exercises",
-    "lab.commands": f"{LIBRARIES} cli lab.pictures lab.claims server lab.explore",
-    "bench": f"{LIBRARIES} cli lab.commands",
-    "sample": f"{ENGINE} parallel cli",
-    "examples": f"{LIBRARIES} cli lab.pictures lab.commands server",
-}
-MAY_IMPORT_LATE = {  # other packages, within functions or for annotations alone
-    "kv_cache": "torch",
-    "runtime.memory": "torch",
-}
+ORDER = """
+    pretrained.presets config request kv_cache bookkeeping scheduler policies
+    parallel.micro_batches runtime.files runtime.memory
+    torch pretrained attention model fast sampling runtime engine parallel
+    lab.measure lab.simulator page cli lab.pictures lab.claims server
+    exercises lab.explore lab.commands bench sample examples lab
+""".split()  # from the bottom up: a room imports only rooms before it
+LATE = {("kv_cache", "torch"), ("runtime.memory", "torch")}  # in functions, for annotations
 MODULES = {  # dotted name -> source, of all but the tests
     ".".join(path.with_suffix("").parts).removesuffix(".__init__"): (ROOT / path).read_text("utf-8")
     for path in repository("*.py")
@@ -68,7 +32,7 @@ def room_of(module):
     core stands on some and others on the core, modules are rooms that have a line of their own."""
     parts = module.split(".")
     two = ".".join(parts[:2])
-    return two if parts[0] == "lab" or two in MAY_IMPORT else parts[0]
+    return two if two in ORDER else parts[0]
 
 
 @cache
@@ -98,13 +62,13 @@ def wrong_imports(modules):
     wrong = []
     names = frozenset(modules)
     for module, source in modules.items():
-        room = room_of(module)
-        allowed = {room, *MAY_IMPORT.get(room, "").split()}
+        floor = ORDER.index(room_of(module))
         for name, is_late in imports_of(source, names):
             other = room_of(name)
-            if is_late and other in MAY_IMPORT_LATE.get(room, ""):
-                continue
-            if other not in allowed and name.split(".")[0] in TOPS:
+            if other not in TOPS and "." not in other:
+                continue  # another package
+            is_below = other in ORDER[: floor + 1]
+            if not is_below and not (is_late and (ORDER[floor], other) in LATE):
                 wrong.append(f"{module} imports {name}")
     return wrong
 
@@ -130,13 +94,8 @@ def test_no_modules_import_each_other_in_a_circle():
     graphlib.TopologicalSorter(graph).prepare()
 
 
-def test_the_table_has_all_rooms_and_points_up_its_own_lines():
-    assert {room_of(module) for module in MODULES} - {"lab"} == MAY_IMPORT.keys()
-    assert len(MODULES) > 40
-    rooms = ["torch"]
-    for room, allowed in MAY_IMPORT.items():
-        assert set(allowed.split()) <= set(rooms), room
-        rooms.append(room)
+def test_the_order_has_all_rooms():
+    assert {room_of(module) for module in MODULES} == {*ORDER} - {"torch"}
 
 
 @pytest.mark.parametrize(
