@@ -16,11 +16,10 @@ Another engine is one more function, and a line in ENGINES. Read first: offline.
 import operator
 import random
 import time
-from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -29,27 +28,40 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from cyclopts import Parameter
 
+from cli.console import make_app, run
 from engine import Engine
 from model import GPT
 from sampling import SamplingParams
 
+app = make_app("python -m examples.compare", str(__doc__).partition("\n\n")[0])
 Tokens = list[list[int]]  # of each request
 
 
-@dataclass(frozen=True)
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What all engines do."""
 
-    model: str = ""  # the directory of a checkpoint
+    model: str = ""
+    """The directory of a checkpoint; without one the weights are random."""
     dtype: str = "bfloat16"
+    """The type of weights and cache."""
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    """As torch names it."""
     chunk: int = 256
+    """Token budget of an iteration."""
     batch: int = 6
+    """The most requests at once."""
     requests: int = 12
-    prompt: int = 400  # tokens of each request
+    """How many to serve."""
+    prompt: int = 400
+    """Tokens of each prompt."""
     output: int = 40
+    """Tokens to generate for each."""
     rounds: int = 5
+    """Turns of each engine."""
 
     @property
     def max_len(self) -> int:
@@ -180,12 +192,9 @@ def save_random(folder: str) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@app.default
+def print_comparison(job: Job = Job()) -> None:
     """Compare, and print a line for each engine."""
-    parser = ArgumentParser(description=__doc__)
-    for field in fields(Job):
-        parser.add_argument(f"--{field.name}", default=field.default, type=type(field.default))
-    job = Job(**vars(parser.parse_args(argv)))
     with TemporaryDirectory() as folder:
         if not job.model:
             save_random(folder)
@@ -200,5 +209,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name:<26}{median(rates):8,.0f}  {limits:>17}  {equal} of {job.requests}")
 
 
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line `argv`, or that of this process."""
+    app(argv, exit_on_error=False, print_error=False)
+
+
 if __name__ == "__main__":
-    main()
+    run(main)

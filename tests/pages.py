@@ -1,6 +1,5 @@
 """Recorded runs, their pages in a real browser, and the editor there: what tests share."""
 
-import json
 import os
 import shutil
 from contextlib import contextmanager
@@ -46,13 +45,12 @@ class Truth(Recorder):
     def decided(self, scheduler, batch):
         super().decided(scheduler, batch)
         if batch:
-            self.states.append(
-                {
-                    r.id: [r.num_computed, len(r.tokens) - r.prompt_len, list(r.pages)]
-                    for r in scheduler.running
-                }
-            )
-            self.waiting.append([r.id for r in scheduler.waiting])
+            state = {}
+            for request in scheduler.running:
+                output = len(request.tokens) - request.prompt_len
+                state[request.id] = [request.num_computed, output, list(request.pages)]
+            self.states.append(state)
+            self.waiting.append([request.id for request in scheduler.waiting])
 
 
 def a_load(count=40, qps=14.0, max_len=2048):
@@ -94,21 +92,17 @@ SOURCE_HAS_RUN = "!document.getElementById('runsource').disabled"
 
 
 @contextmanager
-def opened(
-    browser, address, size=(1200, 800), until=DRAWN, skip_opening=True, route=None, **options
-):
-    """The page at an address, drawn; nothing it logs is an error, and no file asks the network.
-    `route` answers all that it asks for."""
-    viewport = dict(zip(("width", "height"), size, strict=True))
-    tab = browser.new_page(viewport=viewport, offline="file:" in address, **options)
+def opened(browser, address, size=(1200, 800), skip_opening=True):
+    """The page at an address, drawn; nothing it logs is an error, and no file asks the network."""
+    width, height = size
+    viewport = {"width": width, "height": height}
+    tab = browser.new_page(viewport=viewport, offline="file:" in address)
     errors = []
     tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
-    if route:
-        tab.route("**", route)
     tab.goto(address)
-    tab.wait_for_function(until)
-    if skip_opening and until == DRAWN:
+    tab.wait_for_function(DRAWN)
+    if skip_opening:
         enter(tab)
     yield tab
     assert errors == []
@@ -162,27 +156,26 @@ def opened_runs(browser, folder, runs, slo_s=SLO_S, **options):
         yield tab
 
 
-def data_of(file):
-    """What a page shows, as it is in its file."""
-    return json.loads(file.read_text("utf-8").split('id="data">')[1].split("</script>")[0])
-
-
 def expected_metrics(run, recorder):
     """What the page's table is to say of a run, by the library's own measures."""
     summary = summarize_run(run.completions, run.iterations, run.seconds)
+    ttfts = [request.ttft for request in run.completions]
+    stalls = find_stalls(run.completions, run.iterations)
     pages = recorder.settings["pages"]
-    busy = sum(i.end - i.start for i in run.iterations)
-    used = sum((pages - i.free_pages) * (i.end - i.start) for i in run.iterations)
+    busy_s = 0.0
+    used_s = 0.0
+    for iteration in run.iterations:
+        seconds = iteration.end - iteration.start
+        busy_s += seconds
+        used_s += seconds * (pages - iteration.free_pages)
     return {
         "ttft_p50": summary.ttft_s.p50,
-        "ttft_p90": np.quantile([c.ttft for c in run.completions], 0.9),
+        "ttft_p90": np.quantile(ttfts, 0.9),
         "tbt_p99": summary.tbt_s.p99,
         "longest": summary.tbt_s.max,
-        "stalls": sum(
-            stall.seconds > SLO_S for stall in find_stalls(run.completions, run.iterations)
-        ),
+        "stalls": sum(stall.seconds > SLO_S for stall in stalls),
         "tokens_per_s": summary.tokens_per_s,
-        "cache": used / pages / busy,
+        "cache": used_s / pages / busy_s,
     }
 
 

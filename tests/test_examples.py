@@ -1,50 +1,34 @@
-"""The examples run as their docstrings say, and print what a reader expects."""
+"""The examples run as their docstrings say, and their numbers are those of the load."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-import bench
 from tests import forked
-
-ROOT = Path(__file__).parents[1]
-POLICY = "examples/my_policy.py:Eager"
 
 
 def run_example(name):
-    """The lines that an example prints, run as a newcomer would."""
+    """What an example prints, run as a newcomer would."""
     done = forked.run("-m", f"examples.{name}")
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
-def test_offline_prints_the_tokens_and_times_of_each_request():
-    lines = run_example("offline")
-    assert len(lines) == 6
-    heads = lines[::2]
-    times = lines[1::2]
-    for i, (head, prompt_len) in enumerate(zip(heads, (3, 100, 300), strict=True)):
-        start, _, tokens = head.partition(": ")
-        assert start == f"request {i}, a prompt of {prompt_len} tokens"
-        assert len(tokens.split(", ")) == 8
-    for line in times:
-        assert re.fullmatch(r"  first token after \d+\.\d{3} s, longest gap \d+\.\d{3} s", line)
+def test_offline_prints_eight_tokens_of_each_request():
+    rows = re.findall(r"request (\d), a prompt of (\d+) tokens: (.*)", run_example("offline"))
+    assert [(number, prompt_len) for number, prompt_len, _ in rows] == [
+        ("0", "3"),
+        ("1", "100"),
+        ("2", "300"),
+    ]
+    assert [len(tokens.split(", ")) for _, _, tokens in rows] == [8, 8, 8]
 
 
 @pytest.mark.slow
 def test_online_decodes_beside_the_long_prompt():
-    lines = run_example("online")
-    requests = [
-        int(re.match(r"request (\d): token \d+, (goes on|length)", line)[1]) for line in lines
-    ]
-    assert requests.count(0) == 9 and requests.count(1) == 4
+    requests = re.findall(r"request (\d): token", run_example("online"))
+    assert requests.count("0") == 9
+    assert requests.count("1") == 4
     # request 1's prompt of 300 takes five iterations; request 0 gets a token in each
-    assert requests.index(1) == 5
-
-
-def test_my_policy_keeps_all_rules(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    bench.main(["check", POLICY])
-    assert capsys.readouterr().out.startswith(f"{POLICY} keeps all rules: nothing lost, ")
+    assert requests.index("1") == 5

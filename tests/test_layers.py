@@ -1,4 +1,4 @@
-"""Imports, held against a table: they point down, and what only plans needs no torch."""
+"""Imports, held against an order of rooms: they point down, and what only plans needs no torch."""
 
 import ast
 import graphlib
@@ -11,56 +11,20 @@ import pytest
 
 from tests.helpers import ROOT, repository
 
-LOW = "runtime.files runtime.memory"
-SHARED = "request scheduler policies"
-PLANNING = f"pretrained.presets config {SHARED} kv_cache bookkeeping parallel.micro_batches {LOW}"
-CACHE = "config request kv_cache"
-MODEL = "pretrained attention model sampling"
-ENGINE = f"{PLANNING} {MODEL} runtime engine torch"
-LIBRARIES = f"{ENGINE} parallel lab.measure lab.simulator page"
-MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
-    "pretrained.presets": "",
-    "config": "pretrained.presets",
-    "request": "",
-    "kv_cache": "config request",
-    "bookkeeping": "request kv_cache",
-    "scheduler": "request bookkeeping",
-    "policies": "config request kv_cache scheduler",
-    "parallel.micro_batches": SHARED,
-    "runtime.files": "",
-    "runtime.memory": "config kv_cache",
-    "pretrained": "pretrained.presets config request torch",
-    "attention": f"{CACHE} torch",
-    "model": f"{CACHE} pretrained attention torch",
-    "fast": f"{CACHE} runtime.memory attention model torch",
-    "sampling": "attention torch",
-    "runtime": f"{CACHE} runtime.memory {MODEL} torch",
-    "engine": f"{PLANNING} {MODEL} runtime",
-    "parallel": ENGINE,
-    "lab.measure": f"{ENGINE} parallel",
-    "lab.simulator": f"{ENGINE} lab.measure",
-    "page": f"{SHARED} parallel.micro_batches runtime.files",
-    "cli": f"{ENGINE} parallel",
-    "lab.pictures": "request policies parallel.micro_batches lab.measure runtime.files cli",
-    "lab.claims": f"{LIBRARIES} cli lab.pictures",
-    "server": f"{ENGINE} parallel page cli",
-    "exercises": f"{PLANNING} page cli",
-    "lab.explore": f"{PLANNING} lab.measure lab.simulator page exercises",
-    "lab.commands": f"{LIBRARIES} cli lab.pictures lab.claims server lab.explore",
-    "bench": f"{LIBRARIES} cli lab.commands",
-    "sample": f"{ENGINE} parallel cli",
-    "examples": f"{LIBRARIES} cli lab.pictures lab.commands server",
-}
-MAY_IMPORT_LATE = {  # other packages, within functions or for annotations alone
-    "kv_cache": "torch",
-    "runtime.memory": "torch",
-}
+ORDER = """
+    pretrained.presets config request kv_cache bookkeeping scheduler policies
+    parallel.micro_batches runtime.files runtime.memory
+    torch pretrained attention model fast sampling runtime engine parallel
+    lab.measure lab.simulator page cli lab.pictures lab.claims server
+    exercises lab.explore lab.commands bench sample examples lab
+""".split()  # from the bottom up: a room imports only rooms before it
+LATE = {("kv_cache", "torch"), ("runtime.memory", "torch")}  # in functions, for annotations
 MODULES = {  # dotted name -> source, of all but the tests
     ".".join(path.with_suffix("").parts).removesuffix(".__init__"): (ROOT / path).read_text("utf-8")
     for path in repository("*.py")
     if not str(path).startswith(("tests", "test_", "conftest"))
 }
-TOPS = {"tests", *(name.split(".")[0] for name in MODULES)}
+TOPS = {"torch", "tests", *(name.split(".")[0] for name in MODULES)}
 
 
 def room_of(module):
@@ -68,30 +32,25 @@ def room_of(module):
     core stands on some and others on the core, modules are rooms that have a line of their own."""
     parts = module.split(".")
     two = ".".join(parts[:2])
-    return two if parts[0] == "lab" or two in MAY_IMPORT else parts[0]
-
-
-def imports_of(source, modules):
-    """[(dotted name, whether it is imported late)] of what a source imports."""
-    return imports_among(source, frozenset(modules))
+    return two if two in ORDER else parts[0]
 
 
 @cache
-def imports_among(source, modules):
-    """imports_of, for modules that do not change: each source is parsed once."""
+def imports_of(source, modules):
+    """[(dotted name, whether it is imported late)] of what a source imports."""
     imports = []
     late_nodes = set()
     for node in ast.walk(ast.parse(source)):
         for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        if for_types or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if for_types or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             late_nodes.update(ast.walk(node))
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         if isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (node.module or "")
-            dotted = [f"{base}.{alias.name}" for alias in node.names]  # modules, or their content
-            names = [name if name in modules else base for name in dotted]
+            assert node.level == 0, "imports are absolute"
+            dotted = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in modules else node.module for name in dotted]
         if isinstance(node, ast.Constant) and "." in str(node.value) and node.value in modules:
             names = [node.value]  # for importlib
         imports += [(name, node in late_nodes) for name in dict.fromkeys(names)]
@@ -101,29 +60,17 @@ def imports_among(source, modules):
 def wrong_imports(modules):
     """["module imports other"] where the table does not allow it."""
     wrong = []
+    names = frozenset(modules)
     for module, source in modules.items():
-        room = room_of(module)
-        for name, is_late in imports_of(source, modules):
+        floor = ORDER.index(room_of(module))
+        for name, is_late in imports_of(source, names):
             other = room_of(name)
-            if other == room or (other != "torch" and name.split(".")[0] not in {"", *TOPS}):
-                continue  # of the same room; another package
-            late = MAY_IMPORT_LATE.get(room, "") if is_late else ""
-            allowed = other in MAY_IMPORT[room].split() or other in late.split()
-            if not allowed:
+            if other not in TOPS and "." not in other:
+                continue  # another package
+            is_below = other in ORDER[: floor + 1]
+            if not is_below and not (is_late and (ORDER[floor], other) in LATE):
                 wrong.append(f"{module} imports {name}")
     return wrong
-
-
-def circle(modules):
-    """A list of modules that import each other in a circle, the first one twice; [] if none do."""
-    graph = {}
-    for module, source in modules.items():
-        graph[module] = {name for name, _ in imports_of(source, modules)} - {module}
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        return error.args[1]
-    return []
 
 
 def test_imports_point_down():
@@ -140,18 +87,15 @@ def test_only_one_file_asks_for_fast():
 
 def test_no_modules_import_each_other_in_a_circle():
     """Also within a room: between rooms there is none, as each is allowed those above it alone."""
-    assert circle(MODULES) == []
-    modules = {"policies.a": "import policies.b", "policies.b": "def f():\n    import policies.a"}
-    assert {*circle(MODULES | modules)} == {*modules}
+    names = frozenset(MODULES)
+    graph = {}
+    for module, source in MODULES.items():
+        graph[module] = {name for name, _ in imports_of(source, names)} - {module}
+    graphlib.TopologicalSorter(graph).prepare()
 
 
-def test_the_table_has_all_rooms_and_points_up_its_own_lines():
-    assert {room_of(module) for module in MODULES} - {"lab"} == MAY_IMPORT.keys()
-    assert len(MODULES) > 40
-    rooms = ["torch"]
-    for room, allowed in MAY_IMPORT.items():
-        assert set(allowed.split()) <= set(rooms), room
-        rooms.append(room)
+def test_the_order_has_all_rooms():
+    assert {room_of(module) for module in MODULES} == {*ORDER} - {"torch"}
 
 
 @pytest.mark.parametrize(
@@ -160,14 +104,7 @@ def test_the_table_has_all_rooms_and_points_up_its_own_lines():
         ("scheduler", "from policies.pages import make_pages", "policies.pages"),
         ("scheduler", "def f():\n    import engine", "engine"),  # a late one counts too
         ("scheduler", "if TYPE_CHECKING:\n    import engine", "engine"),
-        ("policies.own", "class A:\n    def f(self):\n        import torch", "torch"),
-        ("policies.own", "from .slo import SLOS", ".slo"),  # imports are absolute
         ("config", "import torch.nn", "torch.nn"),
-        ("model", "def f():\n    from lab.measure import timing", "lab.measure.timing"),
-        ("cli.own", "if True:\n    import lab.simulator.machine", "lab.simulator.machine"),
-        ("exercises.own", "from lab.measure.workload import Arrival", "lab.measure.workload"),
-        ("server.own", "from lab.commands import serve", "lab.commands.serve"),
-        ("engine", "from parallel.shard import Shard", "parallel.shard"),
         ("engine", "from tests.helpers import alone", "tests.helpers"),
         ("engine", "import_module('lab.measure.timing')", "lab.measure.timing"),
     ],

@@ -12,11 +12,8 @@ NOTEBOOK = ROOT / "nanosarathi.ipynb"
 READERS_POLICY = "class Mine: ...\n"
 VALUES = """
 import json
-from lab.measure.metrics import percentiles
-longest = {name: percentiles(g for c in run.completions for g in c.tbt).max
-           for name, run in runs.items()}
-broken_rule = violation and violation.rule
-print(json.dumps([batches, list(equal.values()), longest, broken_rule, results]))
+longest = {name: max(g for c in run.completions for g in c.tbt) for name, run in runs.items()}
+print(json.dumps([batches, list(equal.values()), longest, violation, results]))
 """
 
 
@@ -62,14 +59,16 @@ def test_its_saved_outputs_are_those_of_its_cells(saved, executed):
 
 
 def test_it_shows_a_hybrid_batch_equality_a_stall_and_a_policy_of_ones_own(executed):
-    batches, equal, longest, broken_rule, results = json.loads(executed.cells[-1].outputs[0].text)
+    batches, equal, longest, violation, results = json.loads(executed.cells[-1].outputs[0].text)
     assert batches[0] == [[0, 0, 10, False], [1, 0, 14, False]]
     assert batches[1] == [[0, 10, 1, True], [1, 14, 1, True], [2, 0, 30, False]]
     assert equal == [True] * 4
-    assert longest["vllm"] > 0.1 > 0.05 > longest["sarathi-serve"]
-    assert broken_rule is None
-    ttft_p50, _, tbt_p99, _ = zip(*results.values(), strict=True)
-    assert tbt_p99[0] > tbt_p99[1] > tbt_p99[2] and ttft_p50[2] > ttft_p50[1]
+    assert longest["vllm"] > 0.1
+    assert longest["sarathi-serve"] < 0.05
+    assert violation is None
+    vllm, sarathi_serve, gentle = results.values()  # TTFT P50, P99, TBT P99, longest
+    assert vllm[2] > sarathi_serve[2] > gentle[2]
+    assert gentle[0] > sarathi_serve[0]
 
 
 def test_it_leaves_a_readers_policy_alone_and_writes_no_other(folder, executed):

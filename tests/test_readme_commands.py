@@ -44,18 +44,13 @@ SMALLER = {"--long-prompt": "100", "--shared-prefix": "64:2"}  # an option -> it
 def tiny(line):
     """The words of a command, with the options of TINY if it takes real time."""
     words = shlex.split(line)
-    if words[:2] == ["bench.py", "paper"] and not re.search("[A-Z]", line):
+    if line == "bench.py paper" or line.startswith("bench.py paper --"):
         words.insert(2, "S-F3,B-1")  # not all claims
     begins = [begin for begin in TINY if f"{line} ".startswith(f"{begin} ")]
-    if not begins or re.search("--simulate|--help|smollm2", line):
-        return words
-    options = dict(re.findall(r"(--\S+) ?([^-]\S*)?", TINY[max(begins, key=len)]))
-    options |= {option: value for option, value in SMALLER.items() if option in words}
-    for option, value in options.items():
-        if option not in words:
-            words += [option, value] if value else [option]
-        elif value:
-            words[words.index(option) + 1] = value
+    if begins and not re.search("--simulate|--help|smollm2", line):
+        words += shlex.split(TINY[max(begins, key=len)])  # the last of two counts
+        for option, value in SMALLER.items():
+            words += [option, value] if option in words else []
     return words
 
 
@@ -76,19 +71,17 @@ def folder(tmp_path):
 
 
 def run(line, folder):
-    """How a command ends, by torchrun if it says so or needs several processes."""
-    torchrun, count, command = re.fullmatch(
-        r"(torchrun --nproc-per-node (\d) )?(.*)", line
-    ).groups()
-    words = tiny(command)
+    """How a command ends, by torchrun if it says so."""
+    words = tiny(re.sub(r"^torchrun --nproc-per-node \d ", "", line))
     if words[0].endswith(".py"):
         words[0] = str(ROOT / words[0])
-    if torchrun or (re.search(" --[tp]p 2| --pools 1:1", line) and "a100" not in line):
-        words = ["-m", "torch.distributed.run", "--nproc-per-node", count or "2", *words]
-    elif not re.match("bench.py (paper|today)", line):  # which start processes: a fork may not
+    processes = re.findall(r"--nproc-per-node (\d)", line)
+    if not processes and not re.match("bench.py (paper|today)", line):  # these start processes
         return forked.run(*words, cwd=folder)
-    pipes = {"cwd": folder, "capture_output": True, "encoding": "utf-8"}
-    return subprocess.run([sys.executable, *words], **pipes)
+    if processes:
+        words = ["-m", "torch.distributed.run", "--nproc-per-node", *processes, *words]
+    argv = [sys.executable, *words]
+    return subprocess.run(argv, cwd=folder, capture_output=True, encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -8,26 +8,17 @@ All is simulated. Read first: policies/today.py. Read next: lab/claims/today.py,
 from cyclopts.types import ExistingDirectory
 
 from cli.files import write_text, wrote
-from policies import POLICIES
-from policies.cards import CARDS
 
 INTRODUCTION = """\
 # What engines decide today
 
-Each policy is a short class: the papers' in [`scheduler.py`](../scheduler.py), those of today's
-engines in [`today.py`](today.py), with the file that each was read in, and what users propose in
-[`remedies.py`](remedies.py). `--policy vllm-v1` serves with one,
-`bench.py check --policies vllm-v1 --random-loads 2000` checks it, and
+Each policy is a short class, and another one may be added: the papers' are in
+[`scheduler.py`](../scheduler.py), those of today's engines in [`today.py`](today.py), with the file
+that each was read in, and what users propose in [`remedies.py`](remedies.py).
+`bench.py check --policies vllm-v1 --random-loads 2000` checks one,
 `bench.py explore --policies vllm-v1` shows each of its decisions. All below is simulated, and made
 by `bench.py today --write policies`.
 """
-
-
-def papers_policies() -> str:
-    """A table of the papers' policies and what follows them, in Markdown."""
-    rows = [f"| `{name}` | {CARDS[name].note} |" for name in POLICIES]
-    head = ["## The papers' policies", "", "| policy | one iteration |", "|---|---|"]
-    return "\n".join([*head, *rows]) + "\n"
 
 
 def main(*, write: ExistingDirectory | None = None) -> None:
@@ -47,5 +38,5 @@ def main(*, write: ExistingDirectory | None = None) -> None:
         sections.append(page.to_markdown() + "\n")
     if write:
         readme = write / "README.md"
-        write_text(readme, "\n".join([INTRODUCTION, papers_policies(), *sections]))
+        write_text(readme, "\n".join([INTRODUCTION, *sections]))
         wrote(readme)

@@ -4,6 +4,7 @@
 
 const PLAYING_S = 14;  // how long it plays; the run itself takes less than a second
 const MIN_COUNTER_WIDTH = 44;  // pixels of a gap that has room for its seconds
+const GREENS = "The lighter its green, the longer a token took.";
 
 const opening = {is_open: false, began: null};  // began: when it began to play, in ms, if it plays
 const is_opening = () => opening.is_open;
@@ -23,7 +24,7 @@ function play_again() {
   $("again").textContent = "Skip to the end";
   const [low, high] = range(), slower = Math.round(PLAYING_S / (high - low));
   $("story").textContent = "Four people ask an LLM server, A to D: their prompts are computed (blue), " +
-    `then each tick is a token of an answer. The clock goes ${slower} times slower than on a GPU.`;
+    `then each tick is a token of an answer. ${GREENS} The clock goes ${slower} times slower than on a GPU.`;
 }
 /** Move the clock of the opening. */
 function play_opening(now) {
@@ -65,7 +66,7 @@ function story(above, below) {
     `and the other answers stand still for ${stall(gap_s)}, a <b>generation stall</b>. ` +
     `${title_of(below)} ${cuts} beside everybody's next token: no answer stands still for longer ` +
     `than ${stall(facts.gap_s)}. The price is ${name_of(below, last)}'s first token, after ` +
-    `<b>${format_seconds(facts.ttft_s)}</b> instead of ${format_seconds(above.ttft_of(last))}.`;
+    `<b>${format_seconds(facts.ttft_s)}</b> instead of ${format_seconds(above.ttft_of(last))}. ${GREENS}`;
 }
 /** What is drawn over the lanes: the seconds of each stall within it, what is computed, and the
  * present moment. */
