@@ -135,6 +135,7 @@ def test_presets_have_their_published_size(name, size):
 def test_the_defaults_are_those_of_llama_7b_and_the_readme():
     config = replace(GPTConfig(), n_inner=11008, norm_eps=1e-6)
     assert config == GPTConfig.preset("llama-7b")
+    assert not config.qk_norm
     assert EngineConfig().policy == "sarathi-serve"
     assert EngineConfig().chunk == 256
 
@@ -144,6 +145,7 @@ def test_the_defaults_are_those_of_llama_7b_and_the_readme():
     [
         ("n_layer", lambda: GPTConfig(n_layer=0)),
         ("n_kv_head", lambda: GPTConfig(n_head=4, n_kv_head=3)),
+        ("head_dim", lambda: GPTConfig(head_dim=3)),  # RoPE turns pairs
         ("preset", lambda: GPTConfig.preset("llama-9b")),
         ("chunk", lambda: Engine(MODEL, chunk=0)),
         ("pages", lambda: Engine(MODEL, max_len=16, page_size=4, pages=3)),  # too few for max_len
