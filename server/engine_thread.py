@@ -110,14 +110,15 @@ class EngineThread:
             self.executor.submit(self.step)
 
     def _fail(self) -> None:
-        """End all requests. Where the engine cannot be reset, as with ranks that are out of step,
-        the server ends."""
+        """End all requests. Where the engine cannot go on, as with ranks that are out of step, the
+        server ends."""
         for deliver in self.clients.values():
             deliver(None)
         self.clients.clear()
         self.stepping = False
         try:
             self.engine.reset()
+            self.engine.step()  # of nothing: raises where ranks are out of step
         except Exception:
             log.exception("the engine cannot go on, the server ends")
             os.kill(os.getpid(), signal.SIGTERM)
