@@ -19,7 +19,6 @@ one that has both, a product of 256 rows with 1536 x 8192 weights takes one thre
 and with 6 rows 1.9 and 3.0 ms, or 4.0, 9.6 and 7.2 ms. Not measured: what the rule costs on a CPU
 that is neither Intel's nor AMD's."""
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -107,10 +106,7 @@ def compile_decodes(
     Begins with the largest, whose memory the others share. Spoils the first slots of pages."""
     if not isinstance(attention, Flash | XFormers):
         return  # whose sizes are not padded
-    hide_bar = None if sys.stderr else True  # None: unless on a terminal
-    sizes = padded_sizes(max_batch)[::-1]
-    with tqdm(sizes, desc="compile decodes", disable=hide_bar) as bar:
-        for size in bar:
-            bar.set_postfix_str(f"batch of {size}")
-            tables = [[i % pages] for i in range(min(size, max_batch))]
-            greedy([lone_chunk(table, 0, [0]) for table in tables])
+    # disable=None: unless on a terminal
+    for size in tqdm(padded_sizes(max_batch)[::-1], desc="compile decodes", disable=None):
+        tables = [[i % pages] for i in range(min(size, max_batch))]
+        greedy([lone_chunk(table, 0, [0]) for table in tables])

@@ -108,3 +108,15 @@ def test_type_and_packing_follow_the_cpu(name, has_bfloat16, dtype, packing, mon
     for library in libraries:
         monkeypatch.setattr(library, "is_available", lambda: False)
     assert packing_of(torch.float32) is None
+
+
+def test_a_long_batch_in_pieces_has_the_rows_of_a_whole_one():
+    model = tiny_model(dtype=torch.float64)
+    block = model.blocks[0]
+    x = torch.randn(2500, model.config.n_embd, dtype=torch.float64)
+    y = torch.randn(2500, model.config.n_head, model.config.head_dim, dtype=torch.float64)
+    whole = block.finish(x, y)
+    fast.cut_long_batches(model)
+    fast.cut_long_batches(model)  # a second engine
+    assert model.blocks[0].finish.func is fast.pieces.by_rows
+    torch.testing.assert_close(block.finish(x, y), whole)
