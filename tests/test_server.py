@@ -247,7 +247,7 @@ def test_a_step_that_fails_fails_all_requests_and_no_later_one(stream, steps):
         begun = stream and steps
         with pytest.raises(openai.APIError if begun else openai.InternalServerError):
             complete(served, "a", stream=stream)
-        assert idle(served.engine)
+        wait_for(lambda: idle(served.engine))  # its clients are told first
         results += [fetch] * 20
         assert len(complete(served, "a")[0]) == 1
 

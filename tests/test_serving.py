@@ -28,7 +28,7 @@ def report_of(tmp_path):
     """A function that runs a command: what it writes."""
 
     def run(words):
-        argv = words.replace("FOLDER", str(tmp_path)).split(" ")
+        argv = [word.replace("FOLDER", str(tmp_path)) for word in words.split()]
         bench.main([*argv, f"--json={tmp_path}/report.json"])
         return json.loads((tmp_path / "report.json").read_text("utf-8"))
 
