@@ -124,7 +124,8 @@ def run(options: OfflineOptions, model_options: ModelOptions) -> None:
             from lab.pictures.timelines import plot_timelines
 
             anchor_s = 10 * costs.served.decode_only_ms.value / 1e3  # longer gaps are red
-            plot_timelines(runs, report["machine"], options.plot, anchor_s)
+            ordered = {name: runs[name] for name in rows}
+            plot_timelines(ordered, report["machine"], options.plot, anchor_s)
             wrote(options.plot)
 
 
