@@ -1,6 +1,8 @@
 """Each policy does what its paper says, held against tables by hand, batch by batch."""
 
+import gc
 import random
+import sys
 
 import pytest
 
@@ -364,3 +366,33 @@ def test_pages_without_runs_are_the_first_free_ones():
     pages.free([1])
     assert pages.allocate(2, after=2) == [1, 3]
     assert pages.allocate(2) is None
+
+
+@pytest.mark.parametrize("policy", [*IN_ORDER, "priority", "vtc"])
+def test_the_work_of_schedule_does_not_grow_with_the_queue(policy):
+    def calls_in_schedule(waiting):
+        requests = [request(i, 8, 9, service=Service(i % 4)) for i in range(8 + waiting)]
+        scheduler = make_scheduler(
+            policy,
+            make_pages(40, 16),
+            chunk=16,
+            max_batch=8,
+            max_len=64,
+            clock=lambda: 0.0,
+        )
+        for each in requests:
+            scheduler.add(each)
+        for _ in range(3):  # all that run decode
+            advance(scheduler, scheduler.next_batch())
+        scheduler.finish(scheduler.running[0], "abort")  # there is room for one
+        calls = []
+        gc.disable()  # hypothesis has it call something
+        sys.setprofile(lambda frame, event, arg: calls.append(event))
+        try:
+            scheduler.next_batch()
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+        return len(calls)
+
+    assert calls_in_schedule(1000) <= calls_in_schedule(10) + 10
