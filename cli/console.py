@@ -36,7 +36,8 @@ def make_app(name: str, help: str) -> App:
 
 def default_in_help(default: object) -> str | None:
     """A default as a help shows it. None for what is off or empty, if nobody asks for it."""
-    return None if default is None or default is False or default == () else str(default)
+    is_empty = default is None or default is False or default in ((), "")
+    return None if is_empty else str(default)
 
 
 def run(main: Callable[[], object]) -> None:

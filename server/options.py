@@ -20,10 +20,10 @@ class ServerOptions:
     """The port to listen at; 0 takes any that is free."""
     api_key: Annotated[str | None, Parameter(env_var="NANOSARATHI_API_KEY")] = None
     """The key that clients must send. [default: none]"""
-    allowed_host: Annotated[tuple[str, ...], Parameter(show_default=False)] = ()
+    allowed_host: tuple[str, ...] = ()
     """A name that clients may call a server without a key by; may be repeated.
     --host, localhost and 127.0.0.1 always may."""
-    cors: Annotated[tuple[str, ...], Parameter(show_default=False)] = ()
+    cors: tuple[str, ...] = ()
     """An origin whose web pages may call this server, * for all; may be repeated."""
     served_model_name: str | None = None
     """The name that clients call the model by. [default: as --model]"""

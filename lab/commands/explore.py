@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from cyclopts import Parameter
 from cyclopts.types import PositiveInt
@@ -92,7 +91,7 @@ class ExploreOptions:
 
 
 def main(
-    policies: Annotated[str, Parameter(show_default=False)] = "",
+    policies: str = "",
     *,
     options: ExploreOptions = ExploreOptions(),
 ) -> None:

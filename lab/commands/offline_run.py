@@ -120,7 +120,7 @@ def run(options: OfflineOptions, model_options: ModelOptions) -> None:
         print(f"(in {model_options.dtype} rounding depends on the batch that a token is in)")
         write_json(options.json, report)
         wrote(options.json)
-        if options.plot:
+        if runs and options.plot:
             from lab.pictures.timelines import plot_timelines
 
             anchor_s = 10 * costs.served.decode_only_ms.value / 1e3  # longer gaps are red

@@ -9,7 +9,7 @@ Read first: lab/claims/claim.py and labs.py. Read next: paper_run.py."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from cyclopts import Parameter
 
@@ -31,7 +31,7 @@ class PaperOptions:
 
 
 def main(
-    ids: Annotated[str, Parameter(show_default=False)] = "",
+    ids: str = "",
     /,
     *,
     options: PaperOptions = PaperOptions(),
