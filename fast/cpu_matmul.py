@@ -119,7 +119,7 @@ class Matmul(SDPA):
         are_few = len(pages) < min(PAGE_BLOCK, self.cache.pages / 2)
         are_mostly_empty = max(KEY_BLOCK, 2 * max(ends)) < self.page_size  # they are read whole
         are_unequal = len(tables) * max(lengths) > 8 * sum(lengths)  # all are filled up
-        if are_few or are_mostly_empty or are_unequal:
+        if are_few or are_mostly_empty or are_unequal or len(decodes) == 1:
             return None
         return DecodePlan(self, ends, tables)
 
@@ -168,7 +168,7 @@ class Matmul(SDPA):
         scores = self.scores(q, k)
         first_column = k.shape[1] - mask.shape[1]
         scores[..., first_column:] += mask
-        return torch.bmm(scores.softmax(-1), v)
+        return torch.bmm(torch.softmax(scores, -1, out=scores), v)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """q (n, rows, head_dim), k (n, keys, head_dim) -> (n, rows, keys)"""
