@@ -70,7 +70,7 @@ class Job:
     @property
     def prompts(self) -> Tokens:
         draw = random.Random(0)
-        return [draw.choices(range(1000), k=self.prompt) for _ in range(self.requests)]
+        return [draw.choices(range(250), k=self.prompt) for _ in range(self.requests)]
 
 
 Serve = Callable[[], Tokens]  # serves all prompts of a Job, and returns the outputs
