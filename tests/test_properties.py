@@ -252,5 +252,5 @@ def test_every_request_ends_as_if_alone(policy):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 def test_every_request_ends_as_if_alone_in_many_runs(policy):
-    counts = run_machine(policy, max_examples=30, steps=100)
+    counts = run_machine(policy, max_examples=10, steps=100)
     assert counts["stop"]
