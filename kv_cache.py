@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # a scheduler needs Pages, and no torch
     from config import GPTConfig
     from request import Request
 
+FLASH_PAGE = 256  # tokens: FlashAttention reads pages of a multiple of it
+
 
 def slot_mapping(pages: Sequence[int], page_size: int, start: int, end: int) -> list[int]:
     """The slots of tokens start, ..., end - 1 of a request with the block table `pages`."""

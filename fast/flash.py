@@ -15,9 +15,8 @@ from attention.plan import to_device
 from config import GPTConfig
 from fast.fallback import check_gpu, probe
 from fast.padding import padded_tables
-from kv_cache import KVCache
+from kv_cache import FLASH_PAGE, KVCache
 from request import Chunk
-from runtime.memory import FLASH_PAGE
 
 
 class Call(NamedTuple):

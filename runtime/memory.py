@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from config import EngineConfig
-from kv_cache import kv_bytes_per_token
+from kv_cache import FLASH_PAGE, kv_bytes_per_token
 
 if TYPE_CHECKING:
     import torch  # a simulation runs without
@@ -23,7 +23,6 @@ MAX_BATCH = 256  # the largest default of max_batch, however much memory there i
 MAX_LEN = 2048  # the largest default of max_len
 CUDA_TILE = 128  # tokens in a tile of matrix products on a GPU (SARATHI §4.4)
 SMALL_PAGE = 64  # tokens
-FLASH_PAGE = 256  # tokens: fast/flash.py reads pages of a multiple of it
 
 
 class ModelLike(Protocol):

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from kv_cache import FLASH_PAGE
 from lab.measure import timing
 from model import GPT
 from parallel.shard import Shard
 from request import lone_chunk
-from runtime.memory import FLASH_PAGE
 from runtime.runner import Runner
 
 
