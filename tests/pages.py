@@ -65,8 +65,9 @@ def simulated(policy, chunk=256, pages=96, arrivals=None, pp=1, **more):
     recorder = Truth()
     cost = CostModel.named("llama3-8b", pp=pp)
     arrivals = arrivals or a_load()
-    alike = [[i % 3] * arrival.prompt_len for i, arrival in enumerate(arrivals)]
-    prompts = alike if config.prefix_caching else None
+    prompts = None
+    if config.prefix_caching:
+        prompts = [[i % 3] * arrival.prompt_len for i, arrival in enumerate(arrivals)]
     return simulate(cost, config, arrivals, prompts, recorder=recorder).run, recorder
 
 

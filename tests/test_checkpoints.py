@@ -201,13 +201,6 @@ def test_weights_that_are_no_whole_model_are_refused(tmp_path, kind, name, tenso
         GPT.from_pretrained(tmp_path)
 
 
-def test_biases_of_a_llama_are_refused(tmp_path):
-    llama = small(attention_bias=True)
-    transformers.LlamaForCausalLM(llama).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="bias"):
-        GPT.from_pretrained(tmp_path)
-
-
 def test_a_short_name_without_its_package_is_that_of_the_hub(monkeypatch):
     monkeypatch.setattr(checkpoints, "find_spec", lambda package: None)
     assert checkpoints.find("smollm2") == checkpoints.SMOLLM2_ON_HUB

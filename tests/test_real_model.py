@@ -38,10 +38,7 @@ PROMPTS = [
 SETTINGS = {
     "chunks of 37": dict(chunk=37),
     "16 in pages of 16, tight": dict(chunk=16, page_size=16, pages=8, prefix_caching=True),
-    "vllm": dict(policy="vllm"),
 }
-SLOW = pytest.mark.slow
-FAST = ["chunks of 37", "16 in pages of 16, tight"]
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +77,7 @@ def expected(reference, tokenizer):
     return outputs
 
 
-@pytest.mark.parametrize(
-    "setting", [s if s in FAST else pytest.param(s, marks=SLOW) for s in SETTINGS]
-)
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_greedy_tokens_are_those_of_transformers(setting, model, tokenizer, expected):
     options = dict(chunk=64, max_batch=6, max_len=128) | SETTINGS[setting]
     engine = Engine(model, tokenizer=tokenizer, **options)
@@ -115,7 +110,7 @@ def test_no_bos_comes_before_a_text_and_a_chat_is_in_the_template(tokenizer):
     assert tokenizer.stop_token_ids == {2} and tokenizer.special_tokens["<|im_end|>"] == 2
 
 
-@SLOW
+@pytest.mark.slow
 def test_the_stall_example_freezes_answers_under_vllm_only(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["stall"])
     threads = torch.get_num_threads()

@@ -36,7 +36,8 @@ def test_every_iteration_shows_what_really_was(show, policy):
     order = order[:300]
     tab = show({policy: truth})
     cached = tab.evaluate("focused.run.iterations.at(-1).cached_tokens")
-    assert cached == sum(request.cached_tokens for request in run.completions)
+    expected = sum(request.cached_tokens for request in run.completions)
+    assert cached == expected
     for k, (running, queue) in zip(order, tab.evaluate(STATES, order), strict=True):
         assert {i: progress for i, *progress in running} == truth.states[k]
         # a pipeline's queue is seen when its batch is made, not later
@@ -46,6 +47,9 @@ def test_every_iteration_shows_what_really_was(show, policy):
 
 CELLS = """rows => [...document.querySelectorAll(rows)].map(row => Object.fromEntries(
     [...row.querySelectorAll("[data-k]")].map(cell => [cell.dataset.k, cell.innerText])))"""
+
+
+NUMBERS = {"ttft-0.5": "ttft_p50", "tbt-0.99": "tbt_p99", "tbt-1": "longest"}
 
 
 def test_numbers_and_table_are_those_of_the_library(browser, tmp_path):
@@ -65,9 +69,9 @@ def test_numbers_and_table_are_those_of_the_library(browser, tmp_path):
         for key in ("ttft_p50", "ttft_p90", "tbt_p99", "longest"):
             assert seconds(row[key]) == pytest.approx(metrics[key], rel=5e-3)
         assert int(row["stalls"].replace(",", "")) == metrics["stalls"]
-    assert seconds(numbers["ttft-0.5"]) == pytest.approx(expected[0]["ttft_p50"], rel=5e-3)
-    assert seconds(numbers["tbt-0.99"]) == pytest.approx(expected[0]["tbt_p99"], rel=5e-3)
-    assert seconds(numbers["tbt-1"]) == pytest.approx(expected[0]["longest"], rel=5e-3)
+    for key, metric in NUMBERS.items():
+        value = expected[0][metric]
+        assert seconds(numbers[key]) == pytest.approx(value, rel=5e-3)
 
 
 def test_the_keyboard_is_enough(show):
@@ -85,9 +89,10 @@ def test_the_keyboard_is_enough(show):
     assert after("Shift+ArrowRight") == 12
     assert after("End") == last
     assert after("Home") == 0
-    whole, near, again = [after(key, "view.to - view.from") for key in "0+0"]
-    assert near == pytest.approx(0.6 * whole)
-    assert again == pytest.approx(whole)
+    width = "view.to - view.from"
+    whole = after("0", width)
+    assert after("+", width) == pytest.approx(0.6 * whole)
+    assert after("0", width) == pytest.approx(whole)
     after("Space")
     tab.wait_for_function("cursor > 2")
     assert after("o", "focused === panes[1]")
@@ -104,12 +109,12 @@ def test_a_stall_is_red_at_every_zoom(browser, tmp_path, width):
             corners = f"{band}.flatMap((y, i) => [i ? LEFT + panes[0].width : LEFT, y])"
             return tab.evaluate(PIXELS, tab.evaluate(corners))
 
-        for span in (1000, 99, 20, 9, 3, 1, 0.4, 0.1, 0.01):
+        for span in (1000, 20, 3, 0.4, 0.01):
             tab.evaluate(f"set_view(4.1 - {span} / 2, 4.1 + {span} / 2)")
             tab.wait_for_function("!dirty")
             lane = pixels("[0, panes[0].lane_height - 1]")
             assert lane.get(RED, 0) >= 10, span
-            if span == 20:  # the other gaps are far below the SLO of 0.05 s: none is yellow or red
+            if span == 20:  # the other gaps are below the SLO of 0.05 s: none is red
                 assert lane[RED] < 0.1 * sum(lane.values())
             if span == 3:
                 assert pixels("panes[0].band('gaps')").get(RED, 0) >= 10
