@@ -12,8 +12,6 @@ from lab.pictures import style
 from policies.cards import CARDS
 
 COLUMNS = 4  # panels in a row
-BOUNDS = {"at least": "≥ ", "below": "< "}  # of a lab.measure.capacity.Bounded
-LOG_FROM = 50  # times as large as the smallest number of a panel of bars is the largest
 
 
 def plot_table(panels: Mapping[str, Mapping[str, float]], title: str, file: str | Path) -> Figure:
@@ -33,31 +31,20 @@ def plot_table(panels: Mapping[str, Mapping[str, float]], title: str, file: str 
 
 
 def draw_bars(axis: Axes, numbers: Mapping[str, float]) -> None:
-    """Draw a row for each name, with a bar, and the number at the end. On a log axis, where no bar
-    has a length, the numbers are dots."""
-    known = [number for number in numbers.values() if number]
-    is_log = max(known, default=0) > LOG_FROM * min(known, default=1)
+    """Draw a row for each name, with a bar, and the number at the end."""
     for row, (name, number) in enumerate(numbers.items()):
         policy = name.split(", ")[-1].split(":")[0]  # of "chats, sarathi:256"
         color = CARDS[policy].color if policy in CARDS else style.OURS
-        bound = BOUNDS.get(getattr(number, "bound", ""), "")
-        if is_log:
-            axis.plot([number], [row], "o", color=color)
-        else:
-            hatch = "////" if bound else ""
-            axis.barh([row], [number], 0.72, color=color, hatch=hatch, edgecolor="white")
+        axis.barh(row, number, 0.72, color=color)
         axis.text(
             1,  # the right end of the panel, where no bar is
             row,
-            f"{bound}{style.three_digits(float(number) if bound else number)}",
+            style.three_digits(number),
             transform=axis.get_yaxis_transform(),
             ha="right",
             va="center",
             fontsize=8,
         )
-    if is_log:
-        axis.set_xscale("log")
-        axis.xaxis.set_major_formatter(style.PLAIN)
     axis.margins(x=0.4)
     axis.set_yticks(range(len(numbers)), [*numbers])
     axis.set_ylim(len(numbers) - 0.4, -0.6)

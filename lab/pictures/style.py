@@ -31,11 +31,11 @@ rcParams.update(
 PREFILL = "#2f5d9b"
 HYBRID = "#a6d8d6"  # a batch of prefill and decodes
 DECODE = "#2aa98a"
-OVER = "#b5201c"  # a gap between tokens that exceeds its limit
+OVER = "#b5201c"  # a gap between tokens of ten times its limit
 WAITING = "#d0d0d0"
-# gaps between tokens: from short to the limit, and above it; a gap of 0 s is "bad" on a log scale
-GAPS = LinearSegmentedColormap.from_list("gaps", [DECODE, "#f2d53c"]).with_extremes(
-    bad=DECODE, over=OVER
+# gaps between tokens above their limit, and up to it; a gap of 0 s is "bad" on a log scale
+GAPS = LinearSegmentedColormap.from_list("gaps", ["#f2d53c", OVER]).with_extremes(
+    bad=DECODE, under=DECODE
 )
 OTHER_COLORS = ["#b3b36b", "#4c004c", "#000099", "#066b62"]  # of policies without a card
 OURS = "#93a4bd"  # bars of numbers that are no policy's

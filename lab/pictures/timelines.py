@@ -2,13 +2,12 @@
 
 Latencies are drawn as in Sarathi-Serve's Figure 1b, lanes as in its Figures 1 and 7. A lane has a
 bar for each prefill chunk and, from token to token, one coloured by the time between them: a
-generation stall is a long red bar. Read first: style.py, engine.py. Next: capacities.py."""
+generation stall is a long bar, the redder the longer. Read first: style.py, engine.py. Next:
+capacities.py."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,9 +16,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch
 
+from lab.measure.run_loop import Run
 from lab.pictures import style
 from policies.observers import Iteration
-from request import Request
 
 LEGEND = {
     "prefill": style.PREFILL,
@@ -27,21 +26,12 @@ LEGEND = {
     "hybrid batch": style.HYBRID,
     "decodes only": style.DECODE,
 }
+Color = str | tuple[float, float, float, float]
 FEW_LANES = 40  # up to here all of a run is shown, above it what is around the longest gap
 
 
-class RecordedRun(Protocol):
-    """The part of a lab.measure.run_loop.Run that is drawn."""
-
-    @property
-    def completions(self) -> Sequence[Request]: ...
-
-    @property
-    def iterations(self) -> Sequence[Iteration]: ...
-
-
 def plot_timelines(
-    runs: Mapping[str, RecordedRun],
+    runs: Mapping[str, Run],
     machine: Mapping[str, object],
     file: str | Path,
     limit_s: float,
@@ -51,28 +41,29 @@ def plot_timelines(
     """Draw the runs of policies, and write the picture to `file`.
 
     It shows latencies, with dots at P50 and P99; then for each policy the lanes of its requests,
-    and the tokens of each batch. A gap between tokens of more than `limit_s` is red. Few requests
-    may have `letters` instead of numbers, "ABCD"."""
+    and the tokens of each batch. A gap between tokens is green up to `limit_s`, and from there
+    yellow to red, at ten times the limit. Few requests may have `letters` instead of numbers,
+    "ABCD"."""
     lanes_height = 0.8 + 2.0 * len(runs)
     figure = style.new_figure(3.0 + lanes_height)
     top, bottom = style.parts_of(figure, [3.0, lanes_height])
     draw_latencies(top, runs, limit_s)
     axes = bottom.subplots(2 * len(runs), 1, sharex=True, height_ratios=[2, 1] * len(runs))
-    norm = LogNorm(limit_s / 10, limit_s)
+    norm = LogNorm(limit_s, 10 * limit_s)
     scale = bottom.colorbar(
         ScalarMappable(norm, style.GAPS),
         ax=axes,
         location="top",
-        extend="max",
+        extend="both",
         shrink=0.4,
         anchor="SE",
         aspect=32,
         pad=0.01,
     )
     scale.minorticks_off()
-    ticks = [share * limit_s for share in (0.1, 0.2, 0.5, 1)]
+    ticks = [share * limit_s for share in (1, 2, 5, 10)]
     scale.set_ticks(ticks, labels=[style.three_digits(tick) for tick in ticks])
-    scale.set_label("time between tokens in s; red: longer")
+    scale.set_label("time between tokens in s")
     handles = [Patch(color=color, label=label) for label, color in LEGEND.items()]
     scale.ax.legend(handles=handles, ncols=2, loc="center right", bbox_to_anchor=(-0.12, 1.5))
     axes[0].set_xlim(window_of(runs.values()))
@@ -85,7 +76,7 @@ def plot_timelines(
     return style.finish(figure, title, file, machine)
 
 
-def draw_latencies(part: SubFigure, runs: Mapping[str, RecordedRun], limit_s: float) -> None:
+def draw_latencies(part: SubFigure, runs: Mapping[str, Run], limit_s: float) -> None:
     """Draw which share of each latency is longer than x."""
     panels = part.subplots(1, 3, sharey=True)
     for name, color in style.policy_colors(runs).items():
@@ -112,7 +103,7 @@ def draw_latencies(part: SubFigure, runs: Mapping[str, RecordedRun], limit_s: fl
     part.legend(*first.get_legend_handles_labels(), ncols=4, **style.LEGEND_BELOW)
 
 
-def window_of(runs: Iterable[RecordedRun]) -> tuple[float, float]:
+def window_of(runs: Iterable[Run]) -> tuple[float, float]:
     """The times to show: all of runs of few requests, else what is around the longest gap between
     tokens, three times its length."""
     completions = [each for run in runs for each in run.completions]
@@ -123,48 +114,44 @@ def window_of(runs: Iterable[RecordedRun]) -> tuple[float, float]:
     return max(0.0, 2 * start - end), 2 * end - start
 
 
-def draw_lanes(axis: Axes, run: RecordedRun, norm: LogNorm, letters: str) -> None:
+def bars_of(run: Run, norm: LogNorm) -> list[tuple[int, float, float, Color]]:
+    """(request id, start, end, colour) of all that happened to requests, in the order in which it
+    is drawn: after a preemption a prefill lies in a gap."""
+    bars: list[tuple[int, float, float, Color]] = []
+    for each in run.completions:
+        if each.scheduled is not None and each.scheduled > each.arrival:
+            bars.append((each.id, each.arrival, each.scheduled, style.WAITING))
+        for start, end in pairwise(each.token_times):
+            bars.append((each.id, start, end, style.GAPS(norm(end - start))))
+    for iteration in run.iterations:
+        for chunk in iteration.chunks:
+            if not chunk.is_decode:
+                bars.append((chunk.request_id, iteration.start, iteration.end, style.PREFILL))
+    return bars
+
+
+def draw_lanes(axis: Axes, run: Run, norm: LogNorm, letters: str) -> None:
     """Draw a lane for each request, the first on top, and say how long the longest gap is: that of
     the whole run. A request that only waits while `axis` shows it has no lane."""
     left, right = axis.get_xlim()
-    waiting = [
-        (each.id, each.arrival, each.scheduled, style.WAITING)
-        for each in run.completions
-        if each.scheduled is not None and each.scheduled > each.arrival
-    ]
-    gaps = [
-        (each.id, start, end, style.GAPS(norm(end - start)))
-        for each in run.completions
-        for start, end in pairwise(each.token_times)
-    ]
-    prefills = [  # after a preemption they lie in a gap
-        (chunk.request_id, iteration.start, iteration.end, style.PREFILL)
-        for iteration in run.iterations
-        for chunk in iteration.chunks
-        if not chunk.is_decode
-    ]
-    seen = {i for i, start, end, _ in gaps + prefills if start < right and end > left}
-    lanes = {request_id: lane for lane, request_id in enumerate(sorted(seen))}
-    bars: dict[int, list] = defaultdict(list)
-    for request_id, start, end, color in waiting + gaps + prefills:
-        if request_id in lanes and start < right and end > left:
-            bars[lanes[request_id]].append((start, end - start, color))
-    few = len(lanes) <= FEW_LANES
-    for lane, lane_bars in bars.items():
+    bars = [bar for bar in bars_of(run, norm) if bar[1] < right and bar[2] > left]
+    ids = sorted({bar[0] for bar in bars if bar[3] != style.WAITING})
+    few = len(ids) <= FEW_LANES
+    for lane, request_id in enumerate(ids):
+        lane_bars = [bar[1:] for bar in bars if bar[0] == request_id]
+        lengths = [end - start for start, end, _ in lane_bars]
         axis.broken_barh(
-            [(start, length) for start, length, _ in lane_bars],
+            [(start, end - start) for start, end, _ in lane_bars],
             (lane - 0.42, 0.84) if few else (lane - 0.5, 1),
             facecolors=[color for *_, color in lane_bars],
             edgecolors="white",
-            linewidths=[
-                0.3 if few and length > (right - left) / 200 else 0 for _, length, _ in lane_bars
-            ],
+            linewidths=[0.3 if few and length > (right - left) / 200 else 0 for length in lengths],
         )
-    tick_every = 1 + len(lanes) // 5
-    ids = [letters[i] if letters else str(i) for i in lanes]
-    axis.set_yticks(range(0, len(lanes), tick_every), ids[::tick_every])
-    axis.set(ylim=(len(lanes) - 0.4, -0.6), ylabel="request")
-    longest = max((end - start for _, start, end, _ in gaps), default=None)
+    names = [letters[i] if letters else str(i) for i in ids]
+    tick_every = 1 + len(ids) // 5
+    axis.set_yticks(range(0, len(ids), tick_every), names[::tick_every])
+    axis.set(ylim=(len(ids) - 0.4, -0.6), ylabel="request")
+    longest = max((gap for each in run.completions for gap in each.tbt), default=None)
     axis.set_title(f"longest time between tokens: {style.three_digits(longest)} s", loc="right")
 
 
