@@ -21,7 +21,6 @@ from lab.measure.capacity import JudgedRun, SearchResult
 from lab.measure.machine import Machine
 from lab.measure.run_loop import Run
 from lab.measure.run_plan import run_plan
-from lab.measure.token_budget import MULTIPLES
 from page.html import page
 from page.records import Recorder, instance_names
 
@@ -48,22 +47,23 @@ class Setup:
     start_qps: float  # half of what should be possible
     report: dict[str, Any]  # what --json has before the results
 
-    def run(self, name: str, qps: float | None, recorder: Recorder | None = None) -> Run:
-        """Let a server serve the load at this rate."""
+    def run(
+        self,
+        name: str,
+        qps: float | None,
+        ttft_slo_s: float = capacity.MAX_DELAY_S,
+        recorder: Recorder | None = None,
+    ) -> tuple[Run, JudgedRun]:
+        """Let a server serve the load at this rate, and print whether it met the SLO."""
         arrivals = load.arrivals_of(self.options, self.sizes, self.model.seed, qps)
         with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
-            return self.servers[name](arrivals, progress=bar.update, recorder=recorder)
-
-    def judge(
-        self, name: str, qps: float | None, run: Run, ttft_slo_s: float = capacity.MAX_DELAY_S
-    ) -> JudgedRun:
-        """Summarize a run, and print whether it met the SLO."""
+            run = self.servers[name](arrivals, progress=bar.update, recorder=recorder)
         rate_counts = self.sizes.requests >= capacity.ROUNDS * self.sizes.at_once
         judged = capacity.judge(run, self.slo_s, ttft_slo_s=ttft_slo_s, rate_counts=rate_counts)
         rate = f"{qps:.3f} requests/s" if qps else "its own rate"
         verdict = f"not met: {judged.missed}" if judged.missed else "met"
         print(f"{timing.mark(name, judged.busy)}: {rate}, SLO {verdict}")
-        return judged
+        return run, judged
 
 
 def prepare(options: LoadOptions, model: ModelOptions) -> Setup:
@@ -104,7 +104,6 @@ def prepare(options: LoadOptions, model: ModelOptions) -> Setup:
             "machine": info,
             "load": description,
             "slo_s": slo_s,
-            "slo_busy": options.slo in MULTIPLES and busy,
             "base": vars(base),
         },
     )
@@ -122,8 +121,7 @@ def serve(options: ServeOptions, model: ModelOptions) -> None:
     try:
         for name in setup.servers:
             recorder = Recorder() if options.html else None
-            runs[name] = setup.run(name, qps, recorder)
-            judged[name] = setup.judge(name, qps, runs[name], options.ttft_slo)
+            runs[name], judged[name] = setup.run(name, qps, options.ttft_slo, recorder)
             if recorder:
                 name_instances(recorder, runs[name], setup)
                 recorders[name] = recorder
@@ -163,7 +161,7 @@ def find_capacities(options: CapacityOptions, model: ModelOptions) -> None:
         for name in setup.servers:
 
             def run_at_rate(qps: float, name: str = name) -> JudgedRun:
-                return setup.judge(name, qps, setup.run(name, qps))
+                return setup.run(name, qps)[1]
 
             searches[name] = capacity.search_capacity(run_at_rate, setup.start_qps)
     finally:
@@ -208,22 +206,16 @@ def print_capacities(searches: Mapping[str, SearchResult[JudgedRun]]) -> None:
             ("relative to vllm", vllm and search.capacity_qps.over(vllm.capacity_qps), ",.2fx"),
             ("P50 TTFT s", best and best.p50_ttft_s, ",.2f"),
             ("P99 TBT s", best and best.p99_tbt_s, ",.3f"),
-            ("tokens/s", best and best.tokens_per_s, ",.0f"),
-            ("runs", len(search.trials), "d"),
         ]
     print(f"\n{format_table('policy', rows)}\n{CAPACITY_NOTE}")
 
 
 def search_json(search: SearchResult[JudgedRun]) -> dict[str, Any]:
-    """A search as --json has it: its best run, and all of them."""
-    points = [{"qps": trial.qps, **plain(trial.verdict)} for trial in search.trials]
-    best = {"qps": 0.0}
-    if search.best:
-        best = points[search.trials.index(search.best)]
-    return best | {
+    """A search as --json has it, with all of its runs."""
+    return {
         "capacity_qps": search.capacity_qps,
         "bound": search.capacity_qps.bound,
-        "points": points,
+        "points": [{"qps": trial.qps, **plain(trial.verdict)} for trial in search.trials],
         "missed": search.missed,
         "busy": search.busy,
     }
