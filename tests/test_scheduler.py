@@ -109,6 +109,7 @@ def test_a_policy_does_what_its_paper_says(row):
         (300, {"tile": 128}, 256),
         (100, {"tile": 128}, 100),
         (101, {}, 101),
+        (2, {}, 2),  # the last token of a budget, too
     ],
 )
 def test_sarathi_aligns_chunk_and_decodes_to_the_tile(chunk, options, total):
