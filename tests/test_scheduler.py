@@ -128,6 +128,13 @@ def test_sarathi_aligns_chunk_and_decodes_to_the_tile(chunk, options, total):
     assert lengths == [1, total - 1]
 
 
+@EVERY
+def test_a_policy_says_whether_it_cuts_prompts(policy):
+    history, _ = simulate(policy, [(20, 1)])
+    is_cut = history[0] == {0: 8}
+    assert POLICIES[policy].cuts_prompts == is_cut
+
+
 def decoding(policy, pages, page_size, requests, **options):
     """A scheduler of running requests that all decode next."""
     sizes = dict(max_batch=len(requests) + 1, clock=lambda: 10.0)
