@@ -16,14 +16,18 @@ torch.set_num_threads(1)  # the models are tiny: threads would only wait for eac
 settings.load_profile("ci")  # the same examples for everybody, no deadline, and no database
 set_hypothesis_home_dir(Path(__file__).with_name(".pytest_cache") / "hypothesis")
 
-FAMILIES = [("gpt2", 4), ("llama", 4), ("llama", 2), ("llama", 1)]
-NAMES = ["gpt2", "llama", "llama-grouped", "llama-multi-query"]
+KINDS = {
+    "gpt2": dict(family="gpt2"),
+    "llama": dict(n_kv_head=4),
+    "qwen3": dict(n_kv_head=2, qk_norm=True, norm_eps=0.1),  # an eps that shows
+    "multi-query": dict(n_kv_head=1),
+}
 
 
-@pytest.fixture(scope="session", params=FAMILIES, ids=NAMES)
+@pytest.fixture(scope="session", params=KINDS)
 def model(request):
     """Both families, with plain, grouped and shared KV heads, in float64."""
-    return tiny_model(*request.param)
+    return tiny_model(**KINDS[request.param])
 
 
 @pytest.fixture(autouse=True)

@@ -28,12 +28,7 @@ from runtime import runner
 from sampling import SamplingParams, sample
 from scheduler import Scheduler
 
-# first come, first served, and the newest is preempted: what decides on that is scheduler.py's, or
-# dynamic.py's, which at most lets the head of the line wait
-DECIDE = ("admit", "rank", "grow_decodes", "schedule")
-HOMES = {p: {getattr(cls, part).__module__ for part in DECIDE} for p, cls in POLICIES.items()}
-FIRST_COME = {"scheduler", "bookkeeping", "policies.ablations", "policies.dynamic"}
-IN_ORDER = [policy for policy, homes in HOMES.items() if homes <= FIRST_COME]
+IN_ORDER = [name for name, cls in POLICIES.items() if not cls.reorders]
 RESERVING = [  # max_len tokens at admission
     name for name, cls in POLICIES.items() if cls.reserved is Scheduler.reserved
 ]
@@ -82,7 +77,8 @@ def with_slow(values, fast):
     for value in values:
         row = value if isinstance(value, tuple) else (value,)
         marks = [] if value in fast else [pytest.mark.slow]
-        params.append(pytest.param(*row, marks=marks))
+        param = pytest.param(*row, marks=marks)
+        params.append(param)
     return params
 
 
@@ -130,12 +126,17 @@ def poison(engine):
     read, and pages that can be found."""
     cache = engine.runner.cache
     size = cache.page_size
-    unused = torch.ones(cache.data.shape[3], dtype=torch.bool)
-    unused.view(-1, size)[list(named(engine.scheduler.pages))] = False
-    for r in engine.scheduler.running:
-        page_end = -(-r.num_computed // size) * size
-        unused[slot_mapping(r.pages, size, 0, page_end)] = False
-        cache.data[:, :, :, slot_mapping(r.pages, size, r.num_computed, page_end)] = 1e4
+    slots = cache.data.shape[3]
+    cached = list(named(engine.scheduler.pages))
+    unused = torch.ones(slots, dtype=torch.bool)
+    unused.view(-1, size)[cached] = False
+    for request in engine.scheduler.running:
+        end = request.num_computed
+        page_end = -(-end // size) * size
+        begun = slot_mapping(request.pages, size, 0, page_end)
+        behind = slot_mapping(request.pages, size, end, page_end)
+        unused[begun] = False
+        cache.data[:, :, :, behind] = 1e4
     cache.data[:, :, :, unused] = float("nan")
 
 
@@ -148,7 +149,8 @@ def named(pages):
 
 def owned(pages):
     """The pages in block tables, a list in order, each as often as it is in one."""
-    return list(Counter(dict(enumerate(pages.ref_counts))).elements())
+    counts = Counter(dict(enumerate(pages.ref_counts)))
+    return list(counts.elements())
 
 
 def guard(engine):
@@ -224,8 +226,10 @@ def alone(model, prompt, params=GREEDY, stop=()):
     """What a request must yield: no engine, no chunks, all computed again for each token."""
     tokens = list(prompt)
     for n in range(params.max_new_tokens):
-        logits = run(model, poisoned_cache(model, 1, len(tokens)), [lone_chunk([0], 0, tokens)])
-        tokens.append(int(sample(logits, [params], [n])[0]))
+        cache = poisoned_cache(model, 1, len(tokens))
+        logits = run(model, cache, [lone_chunk([0], 0, tokens)])
+        sampled, _ = sample(logits, [params], [n])
+        tokens += sampled.tolist()
         if tokens[-1] in {*params.stop_token_ids, *stop}:
             break
     return tokens[len(prompt) :]
@@ -239,7 +243,15 @@ class VirtualRun:
     must keep."""
 
     def __init__(
-        self, policy, law, noise=0.0, seed=0, pages=4096, page_size=16, shares=False, **options
+        self,
+        policy,
+        law,
+        noise=0.0,
+        seed=0,
+        pages=4096,
+        page_size=16,
+        shares=False,
+        **options,
     ):
         self.now = 0.0
         self.law = law
@@ -272,7 +284,8 @@ class VirtualRun:
         for chunk in batch:
             self.scheduled[chunk.request.id].append(self.now)
         shape = BatchShape.of(batch)
-        seconds = self.law(shape) * slowdown * self.random.lognormvariate(0, self.noise)
+        noise = self.random.lognormvariate(0, self.noise)
+        seconds = self.law(shape) * slowdown * noise
         if batch:
             scheduler.observe(batch, seconds)
             lengths = [(chunk.request.id, chunk.length) for chunk in batch]

@@ -6,7 +6,6 @@ import itertools
 import warnings
 
 import pytest
-import torch
 
 import fast
 import runtime.runner
@@ -18,7 +17,7 @@ from request import lone_chunk
 from runtime.runner import Runner
 from sampling import SamplingParams
 from test_equivalence import close
-from tests.cuda.flash import flash_attention, pretend_flash
+from tests.cuda.flash import pretend_flash
 from tests.helpers import poisoned_cache, tiny_model
 
 MODEL = tiny_model(n_kv_head=2, head_dim=16, max_positions=1024)
@@ -32,9 +31,14 @@ SIZES = {
 
 
 @pytest.fixture
-def replays(monkeypatch):
+def flash_calls(monkeypatch):
+    """What flash is given, which runs on a CPU."""
+    return pretend_flash(monkeypatch)
+
+
+@pytest.fixture
+def replays(flash_calls, monkeypatch):
     """Flash and graphs on a CPU, in a poisoned cache of CUDA's layout: the size of each replay."""
-    pretend_flash(monkeypatch)
     sizes = []
 
     def record(compute, stream, pool):
@@ -116,18 +120,13 @@ def test_only_batches_of_decodes_are_replayed(layout, replays):
     assert replays == [8, 4, 8, 1]  # whoever wants logits
 
 
-def test_padding_attends_to_one_key(replays, monkeypatch):
-    key_counts = []
-
-    def operator(*arguments, **options):
-        key_counts.append(options["seqused_k"].tolist())
-        return flash_attention(*arguments, **options)
-
+def test_padding_attends_to_one_key(replays, flash_calls):
     runner = Runner(MODEL, 8, 330, 330, "flash")
     runner.cache.data.fill_(1)
     runner.greedy([lone_chunk([i], 10 + i, [9]) for i in range(8)])
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
+    flash_calls.clear()
     runner.greedy([lone_chunk([i], 20 + i, [9]) for i in range(5)])
+    key_counts = [call.seqused_k.tolist() for call in flash_calls]
     assert key_counts == [[21, 22, 23, 24, 25, 1, 1, 1]] * MODEL.config.n_layer
 
 

