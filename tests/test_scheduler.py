@@ -48,10 +48,10 @@ vllm max_batch=2, 5+2 3+4 20+2 4+1 = \
 vllm, 40+2 30+2 24+2 = 0:40 | 1:30 2:24 | 0:d 1:d 2:d  # whole prompts, max_len = 64 together
 vllm, 40+2 24+2 1+2 = 0:40 1:24 | 2:1 | 0:d 1:d 2:d  # and no token more
 sarathi, 12+5 10+3 = 0:8 | 0:4 | 0:d 1:7 | 0:d 1:3 | 0:d 1:d x2  # one chunk, filled up
-sarathi chunk=256 tile=128 pages=128 max_len=256, 1+9 255+1 = 0:1 | 0:d 1:255 | ...  # whole tiles
-sarathi chunk=300 tile=128 pages=128 max_len=256, 1+9 255+1 = 0:1 | 0:d 1:255 | ...
-sarathi chunk=100 tile=128 pages=128 max_len=256, 1+9 255+1 = 0:1 | 0:d 1:99 x2 | ...  # or one
-sarathi chunk=101 pages=128 max_len=256, 1+9 255+1 = 0:1 | 0:d 1:100 x2 | ...
+sarathi chunk=256 tile=128 pages=256 max_len=512, 1+9 400+1 = 0:1 | 0:d 1:255 | ...  # whole tiles
+sarathi chunk=300 tile=128 pages=256 max_len=512, 1+9 400+1 = 0:1 | 0:d 1:255 | ...
+sarathi chunk=100 tile=128 pages=256 max_len=512, 1+9 400+1 = 0:1 | 0:d 1:99 x4 | ...  # but not 0
+sarathi chunk=101 pages=256 max_len=512, 1+9 400+1 = 0:1 | 0:d 1:100 x4 | ...
 sarathi, 8+1 9+1 = 0:8 | 1:8 | 1:1  # nobody is admitted without room for a token
 sarathi-serve, 9+1 1+1 = 0:8 | 0:1 1:1
 dynamic, 9+1 1+1 = 0:8 | 0:1 1:1
