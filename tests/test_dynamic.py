@@ -32,7 +32,13 @@ def run(law, count, slowdown=lambda now: 1.0, noise=0.03, **options):
     for i in range(count):
         prompt_len = draw.randrange(100, 1500)
         requests.append(request_of(i, prompt_len, draw.randrange(40, 120), arrival=0.0))
-    simulation = VirtualRun("dynamic", law, noise, seed=1, **options)
+    simulation = VirtualRun(
+        "dynamic",
+        law,
+        noise,
+        seed=1,
+        **options,
+    )
     return simulation.run(requests, slowdown=slowdown)
 
 
@@ -54,7 +60,13 @@ def test_it_is_as_fast_as_the_best_static_budget_that_meets_the_same_slo(law, sl
 
 def test_the_slo_is_kept_where_some_iterations_take_twice_as_long():
     chance = random.Random(0)
-    simulation = run(cpu, 50, lambda now: 1.0 + (chance.random() < 0.02), tbt_slo=0.2, tile=16)
+    simulation = run(
+        cpu,
+        50,
+        lambda now: 1.0 + (chance.random() < 0.02),
+        tbt_slo=0.2,
+        tile=16,
+    )
     assert max(simulation.tbt()) > 0.2
     assert p99_of(simulation.tbt()) <= 0.2
 
@@ -62,7 +74,13 @@ def test_the_slo_is_kept_where_some_iterations_take_twice_as_long():
 @LAWS
 def test_a_machine_that_slows_down_is_followed(law, slo, count):
     change = run(law, count, tbt_slo=slo, tile=16).now / 2
-    simulation = run(law, count, lambda now: 1.4 if now > change else 1.0, tbt_slo=slo, tile=16)
+    simulation = run(
+        law,
+        count,
+        lambda now: 1.4 if now > change else 1.0,
+        tbt_slo=slo,
+        tile=16,
+    )
     hybrid = [row for row in simulation.log if row[2].decodes and row[2].prefill_tokens]
     later = [row for row in hybrid if row[0] > change]
     assert max(seconds for _, seconds, _, _ in hybrid) < 1.6 * slo

@@ -206,7 +206,13 @@ def test_a_preempted_request_finds_its_remaining_pages(policy, gone, found):
 @pytest.mark.parametrize("chunk", [2, 64])
 def test_a_prefill_of_one_uncached_token_is_not_a_decode(policy, chunk):
     """It would be one that the batch has not counted, which the referee does not allow."""
-    world = World(policy, "abc+9 xyz+9", page_size=1, pages=256, chunk=chunk)
+    world = World(
+        policy,
+        "abc+9 xyz+9",
+        page_size=1,
+        pages=256,
+        chunk=chunk,
+    )
     _, victim = world.requests
     while not (victim.is_decoding and len(victim.tokens) > 4):
         world.step()

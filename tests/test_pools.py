@@ -168,7 +168,13 @@ def test_the_first_in_line_blocks_the_others():
 
 def test_a_transfer_goes_to_the_instance_with_most_free_pages():
     two = two_pools(decode=3)
-    prefill(two, (9, 4), (4, 4), (4, 4), (4, 4))
+    prefill(
+        two,
+        (9, 4),
+        (4, 4),
+        (4, 4),
+        (4, 4),
+    )
     targets = [transfer.target for transfer in two.start_transfers()]
     assert targets == [*two.decodes, two.decodes[1]]
 
