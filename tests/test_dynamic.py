@@ -1,14 +1,12 @@
-"""The dynamic token budget keeps a TBT SLO and wastes nothing of it: runs on a virtual clock."""
+"""The dynamic token budget, held against laws of the time of a batch that are written here."""
 
 import random
 
 import numpy as np
 import pytest
 
-from kv_cache import Pages
-from policies import make_scheduler
 from policies.iteration_time import BatchShape
-from scheduler import Request
+from tests.by_hand import request_of
 from tests.helpers import VirtualRun
 from tests.test_iteration_time import cpu
 
@@ -27,19 +25,21 @@ def p99_of(times):
     return np.percentile(times, 99, method="inverted_cdf")
 
 
-def requests_of(count, seed=0, prompts=(100, 1500)):
-    """Requests that all are there from the start."""
-    draw = random.Random(seed)
+def run(law, count, slowdown=lambda now: 1.0, noise=0.03, **options):
+    """So many requests that all are there from the start."""
+    draw = random.Random(0)
     requests = []
     for i in range(count):
-        prompt_len = draw.randrange(*prompts)
-        requests.append(Request(i, [0] * prompt_len, prompt_len, draw.randrange(40, 120)))
-    return requests
-
-
-def run(law, count, slowdown=lambda now: 1.0, noise=0.03, **options):
-    simulation = VirtualRun("dynamic", law, noise, seed=1, **options)
-    return simulation.run(requests_of(count), slowdown=slowdown)
+        prompt_len = draw.randrange(100, 1500)
+        requests.append(request_of(i, prompt_len, draw.randrange(40, 120), arrival=0.0))
+    simulation = VirtualRun(
+        "dynamic",
+        law,
+        noise,
+        seed=1,
+        **options,
+    )
+    return simulation.run(requests, slowdown=slowdown)
 
 
 @pytest.mark.slow
@@ -60,7 +60,13 @@ def test_it_is_as_fast_as_the_best_static_budget_that_meets_the_same_slo(law, sl
 
 def test_the_slo_is_kept_where_some_iterations_take_twice_as_long():
     chance = random.Random(0)
-    simulation = run(cpu, 50, lambda now: 1.0 + (chance.random() < 0.02), tbt_slo=0.2, tile=16)
+    simulation = run(
+        cpu,
+        50,
+        lambda now: 1.0 + (chance.random() < 0.02),
+        tbt_slo=0.2,
+        tile=16,
+    )
     assert max(simulation.tbt()) > 0.2
     assert p99_of(simulation.tbt()) <= 0.2
 
@@ -68,7 +74,13 @@ def test_the_slo_is_kept_where_some_iterations_take_twice_as_long():
 @LAWS
 def test_a_machine_that_slows_down_is_followed(law, slo, count):
     change = run(law, count, tbt_slo=slo, tile=16).now / 2
-    simulation = run(law, count, lambda now: 1.4 if now > change else 1.0, tbt_slo=slo, tile=16)
+    simulation = run(
+        law,
+        count,
+        lambda now: 1.4 if now > change else 1.0,
+        tbt_slo=slo,
+        tile=16,
+    )
     hybrid = [row for row in simulation.log if row[2].decodes and row[2].prefill_tokens]
     later = [row for row in hybrid if row[0] > change]
     assert max(seconds for _, seconds, _, _ in hybrid) < 1.6 * slo
@@ -81,27 +93,30 @@ def test_a_machine_that_slows_down_is_followed(law, slo, count):
 
 def scheduler_with(decodes, **options):
     """A scheduler in which so many requests decode, and one of 2,000 tokens waits."""
-    sizes = dict(chunk=256, max_batch=16, max_len=2048, clock=lambda: 0.0)
-    scheduler = make_scheduler("dynamic", Pages(4096, 16), **sizes | options)
+    simulation = VirtualRun("dynamic", cpu, **options)
+    scheduler = simulation.scheduler
     for i in range(decodes):
-        request = Request(i, [0] * 500, 500, 100)
+        request = request_of(i, 500, 100)
         scheduler.add(request)
         scheduler.admit()
         request.num_computed = 500
         request.tokens.append(0)
-        request.token_times.append(scheduler.clock())
-    scheduler.add(Request(decodes, [0] * 2000, 2000, 10))
+        request.token_times.append(0.0)
+    scheduler.add(request_of(decodes, 2000, 10))
     return scheduler
 
 
-def profile():
-    """Batches from which a model learns the law `cpu`."""
+def profile(law=cpu, starts=(200,)):
+    """Batches from which a model learns a law."""
     pairs = []
     for decodes in (1, 4, 8):
         for context in (200, 1000):
-            for prefill in (0, 64, 128, 256, 512):
-                shape = BatchShape(0, decodes, decodes * context).with_chunk(200, prefill)
-                pairs.append((shape, cpu(shape)))
+            shape = BatchShape(0, decodes, decodes * context)
+            pairs.append((shape, law(shape)))
+            for start in starts:
+                for length in (64, 128, 256, 512):
+                    hybrid = shape.with_chunk(start, length)
+                    pairs.append((hybrid, law(hybrid)))
     return pairs
 
 
@@ -156,41 +171,37 @@ def deep(shape):
     return seconds + 2e-8 * shape.prefill_pairs
 
 
-class Deep(VirtualRun):
-    """In whose cache the 16,000 tokens of `long` can be found, and in which two requests decode."""
+LONG = range(1000, 17_000)
 
-    def __init__(self, policy, tbt_slo, max_batch, shares=True):
-        rows = []
-        for decodes in (1, 4, 8):
-            shape = BatchShape(0, decodes, 500 * decodes)
-            chunks = [(0, 64), (0, 1024), (4000, 512), (8000, 128), (16_000, 512)]
-            rows += [shape, *[shape.with_chunk(*chunk) for chunk in chunks]]
-        super().__init__(
-            policy,
-            deep,
-            pages=2200,
-            shares=shares,
-            chunk=512,
-            max_batch=max_batch,
-            max_len=20_000,
-            profile=[(shape, deep(shape)) for shape in rows],
-            tile=32,
-            tbt_slo=tbt_slo,
-        )
-        self.long = list(range(1000, 17_000))
-        self.come(self.long, 1)
-        while self.step():
-            pass
-        for token in range(2):
-            self.come([token] * 10, 4000)
-        for _ in range(5):
-            self.step()
 
-    def come(self, prompt, output_len):
-        """A request that arrives now."""
-        request = Request(len(self.token_times), list(prompt), len(prompt), output_len, self.now)
-        self.add(request)
-        return request
+def deep_run(policy, tbt_slo, max_batch, shares=True):
+    """A run in whose cache the tokens of LONG can be found, and in which two requests decode."""
+    simulation = VirtualRun(
+        policy,
+        deep,
+        pages=2200,
+        shares=shares,
+        chunk=512,
+        max_batch=max_batch,
+        max_len=20_000,
+        profile=profile(deep, starts=(0, 4000, 16_000)),
+        tile=32,
+        tbt_slo=tbt_slo,
+    )
+    simulation.run([request_of(0, LONG, 1)])
+    come(simulation, [0] * 10, 4000)
+    come(simulation, [1] * 10, 4000)
+    for _ in range(5):
+        simulation.step()
+    return simulation
+
+
+def come(simulation, prompt, output_len):
+    """A request that arrives now."""
+    number = len(simulation.token_times)
+    request = request_of(number, prompt, output_len, simulation.now)
+    simulation.add(request)
+    return request
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "priority"])
@@ -198,23 +209,23 @@ def test_a_request_that_cannot_be_admitted_slows_no_other(policy):
     """At this SLO a chunk fits beside the decodes, but none behind so many tokens."""
     steps = []
     for shares in (False, True):
-        run = Deep(policy, 0.034, 3, shares)
-        prefill = run.come([77] * 6000, 5)
-        run.step()
-        run.come([*run.long, 5, 5], 1)  # there is no place for it
-        first = len(run.log)
-        while not prefill.token_times and len(run.log) < first + 500:
-            run.step()
-        steps.append(len(run.log) - first)
+        simulation = deep_run(policy, 0.034, 3, shares)
+        prefill = come(simulation, [77] * 6000, 5)
+        simulation.step()
+        come(simulation, [*LONG, 5, 5], 1)  # there is no place for it
+        first = len(simulation.log)
+        while not prefill.token_times and len(simulation.log) < first + 500:
+            simulation.step()
+        steps.append(len(simulation.log) - first)
     assert steps[0] == steps[1] < 200
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "priority"])
 def test_a_second_request_with_a_deep_context_waits_for_its_own_budget(policy):
-    run = Deep(policy, 0.06, 6)
-    run.come([55] * 8, 5)
-    second = run.come([*run.long, *[5] * 2000], 1)
+    simulation = deep_run(policy, 0.06, 6)
+    come(simulation, [55] * 8, 5)
+    second = come(simulation, [*LONG, *[5] * 2000], 1)
     for _ in range(20):
-        run.step()
-    assert max(seconds for _, seconds, _, _ in run.log[-20:]) <= 0.06
+        simulation.step()
+    assert max(seconds for _, seconds, _, _ in simulation.log[-20:]) <= 0.06
     assert second.cached_tokens == 16_000 < second.num_computed

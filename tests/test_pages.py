@@ -5,25 +5,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from policies import POLICIES, make_scheduler
+from policies import POLICIES
 from policies.pages import CachedPages
-from policies.referee import Referee
-from request import Request
-from tests.helpers import advance, check_integrity, named, owned
+from tests.by_hand import World, check_row, request_of, rows_of
+from tests.helpers import check_integrity, named, owned
 
 EVERY = pytest.mark.parametrize("policy", POLICIES)
 TOKEN = st.integers(0, 1)
 SIZE = 2  # tokens of a page
-
-
-def request_of(tokens, number=0, output_len=9):
-    return Request(
-        number,
-        list(tokens),
-        len(tokens),
-        output_len,
-        arrival=float(number),
-    )
 
 
 class SharedPages(RuleBasedStateMachine):
@@ -64,7 +53,7 @@ class SharedPages(RuleBasedStateMachine):
             if page is None:
                 break
             found.append(page)
-        request = request_of(tokens)
+        request = request_of(0, tokens)
         assert self.pages.find(request) == found
         unread = set(found).difference(owned(self.pages))
         assert self.pages.count_free(found) == len(unread)
@@ -116,7 +105,7 @@ class SharedPages(RuleBasedStateMachine):
         check_integrity(self.pages, [request.pages for request in self.requests])
         assert named(self.pages) == set(self.content.values())
         for tokens, page in self.content.items():
-            page_hash = self.pages.hashes(request_of(tokens))[-1]
+            page_hash = self.pages.hashes(request_of(0, tokens))[-1]
             assert self.pages.match_prefix([page_hash]) == [page]
         for page in set(range(self.pages.total)).difference(owned(self.pages)):
             with pytest.raises(AssertionError):
@@ -138,88 +127,57 @@ TestSharedPages.settings = settings(stateful_step_count=40, deadline=None)
 
 def test_a_page_hash_stands_for_all_tokens_up_to_its_end():
     pages = CachedPages(4, SIZE)
-    beginnings = ["12", "21", "1212", "3412", "00", "0000"]
     last_hashes = set()
-    for digits in beginnings:
-        *_, last_hash = pages.hashes(request_of(list(map(int, digits))))
-        last_hashes.add(last_hash)
-    for large in ([1, 258], [256, 1], [1, 2**40]):  # of more than one byte
-        last_hashes.update(pages.hashes(request_of(large)))
-    assert len(last_hashes) == len(beginnings) + 3
-    growing = request_of(range(3))
-    assert pages.hashes(growing) == pages.hashes(request_of(range(2)))
+    beginnings = [
+        [1, 2],
+        [2, 1],
+        [1, 2, 1, 2],
+        [3, 4, 1, 2],
+        [0, 0],
+        [0, 0, 0, 0],
+        [1, 258],  # tokens of more than one byte
+        [256, 1],
+        [1, 2**40],
+    ]
+    for tokens in beginnings:
+        last_hashes.add(pages.hashes(request_of(0, tokens))[-1])
+    assert len(last_hashes) == len(beginnings)
+    growing = request_of(0, range(3))
+    assert pages.hashes(growing) == pages.hashes(request_of(0, range(2)))
     growing.tokens += [3, 4, 5, 6]  # goes on where it was
-    assert pages.hashes(growing) == pages.hashes(request_of(range(6)))
-
-
-class Line:
-    """A scheduler that shares pages, under the eyes of a referee, and its requests."""
-
-    def __init__(self, policy, page_size=4, pages=32, chunk=64):
-        sizes = dict(chunk=chunk, max_batch=9, max_len=64)
-        self.scheduler = make_scheduler(policy, CachedPages(pages, page_size), **sizes)
-        self.count = 0
-        Referee(self.scheduler, policy)
-
-    def add(self, tokens, output_len):
-        """A Request that arrives after all others."""
-        request = request_of(tokens, self.count, output_len)
-        self.count += 1
-        self.scheduler.add(request)
-        return request
-
-    def step(self):
-        """One iteration that samples token 99: {request id: (start, length)}."""
-        batch = self.scheduler.next_batch()
-        chunks = {request.id: (start, length) for request, start, length in batch}
-        advance(self.scheduler, batch, token=99)
-        return chunks
-
-    def run(self):
-        """Iterations until nothing is left."""
-        steps = []
-        while self.scheduler.requests:
-            steps.append(self.step())
-        return steps
+    assert pages.hashes(growing) == pages.hashes(request_of(0, range(6)))
 
 
 @EVERY
 @pytest.mark.parametrize("output_len, cached_tokens", [(6, 8), (7, 12)])
 def test_the_next_turn_of_a_chat_finds_what_was_generated(policy, output_len, cached_tokens):
     # the last token is not computed: of 6 + 6 tokens 11 are, of 6 + 7 it is 12
-    line = Line(policy)
-    first = line.add(range(6), output_len)
-    line.run()
-    changed = list(first.tokens)
-    changed[7] = 7  # the last token of the second page
-    turn = line.add([*first.tokens, 5, 5, 5], 1)
-    other = line.add([*changed, 5, 5, 5], 1)
-    line.run()
-    assert first.cached_tokens == 0
+    world = World(policy, f"abcdef+{output_len}", chunk=64)
+    world.run()
+    answer = output_len * "o"
+    turn = world.add(f"abcdef{answer}xyz+1")
+    other = world.add(f"abcdef!{answer[1:]}xyz+1")  # its second page differs
+    world.run()
     assert turn.cached_tokens == cached_tokens
     assert other.cached_tokens == 4
 
 
+@EVERY
 @pytest.mark.parametrize(
-    "page_size, found",
+    "page_size, computed",
     [
-        (1, 7),
-        (2, 6),
+        (1, 1),
+        (2, 2),
         (4, 4),
-        (8, 0),
+        (8, 8),
     ],
 )
+def test_at_least_one_token_of_a_prompt_is_computed(policy, page_size, computed):
+    world = World(policy, "abcdefgh+2 abcdefgh+2@2", page_size, pages=256 // page_size)
+    assert world.run() == f"0:8 | 0:d | 1:{computed} | 1:d"
+
+
 @EVERY
-def test_at_least_one_token_of_a_prompt_is_computed(policy, page_size, found):
-    line = Line(policy, page_size, pages=256 // page_size)
-    line.add(range(8), 2)
-    assert line.step() == {0: (0, 8)}
-    line.run()
-    line.add(range(8), 2)
-    assert line.step() == {1: (found, 8 - found)}
-    assert line.step() == {1: (8, 1)}
-
-
 @pytest.mark.parametrize(
     "gone, found",
     [
@@ -229,63 +187,50 @@ def test_at_least_one_token_of_a_prompt_is_computed(policy, page_size, found):
         (3, 0),
     ],
 )
-@EVERY
 def test_a_preempted_request_finds_its_remaining_pages(policy, gone, found):
-    line = Line(policy)
-    pages = line.scheduler.pages
-    request = line.add(range(10), 9)
+    world = World(policy, "abcdefghij+9", chunk=64)
+    pages = world.scheduler.pages
+    (request,) = world.requests
     while len(request.tokens) < 13:
-        line.step()
-    line.scheduler.preempt(request)
+        world.step()
+    world.scheduler.preempt(request)
     assert len(named(pages)) == 3
-    pages.free(pages.allocate(32 - 3 + gone))  # others took them: first the end of the request
-    assert line.step() == {0: (found, 13 - found)}
-    line.run()
-    assert (request.cached_tokens, request.recomputed_tokens) == (found, 12)
+    pages.free(pages.allocate(64 - 3 + gone))  # others took them: first the end of the request
+    assert world.step() == f"0:{13 - found}"
+    world.run()
+    assert request.cached_tokens == found
+    assert request.recomputed_tokens == 12
 
 
-@pytest.mark.parametrize("chunk", [2, 64])
 @EVERY
+@pytest.mark.parametrize("chunk", [2, 64])
 def test_a_prefill_of_one_uncached_token_is_not_a_decode(policy, chunk):
     """It would be one that the batch has not counted, which the referee does not allow."""
-    line = Line(
+    world = World(
         policy,
+        "abc+9 xyz+9",
         page_size=1,
         pages=256,
         chunk=chunk,
     )
-    line.add(range(3), 9)
-    victim = line.add(range(50, 53), 9)
+    _, victim = world.requests
     while not (victim.is_decoding and len(victim.tokens) > 4):
-        line.step()
+        world.step()
     end = len(victim.tokens)
-    line.scheduler.preempt(victim)
-    line.run()
+    world.scheduler.preempt(victim)
+    world.run()
     assert victim.cached_tokens == end - 2
 
 
-def test_pages_are_found_as_soon_as_they_are_computed_and_not_before():
-    line = Line("sarathi-serve", chunk=8)
-    line.add(range(20), 1)
-    line.add(range(20), 1)
-    assert line.step() == {0: (0, 8)}
-    assert line.step() == {0: (8, 8)}
-    assert line.step() == {0: (16, 4), 1: (16, 4)}
+FOUND = """
+sarathi-serve, abcdefghijklmnopqrst+1 abcdefghijklmnopqrst+1 = 0:8 x2 | 0:4 1:4  # once computed
+vllm max_len=12, abcdefghij+1 abcdefghij+1@1 abcdefghij+1@1 abcdefghij+1@1 = \
+    0:10 | 1:2 2:2 3:2  # a batch of prompts has 12 tokens that are to be computed
+sarathi-serve page_size=1 pages=9 max_len=9, abcdef+3 abcdex+1@1 = \
+    0:6 | 0:d 1:1 | 0:d  # pages of running requests take no memory
+"""
 
 
-def test_vllm_counts_what_is_to_be_computed_of_whole_prompts():
-    line = Line("vllm")  # at most 64 tokens in a batch of prompts
-    line.add(range(60), 1)
-    line.run()
-    for _ in range(4):
-        line.add(range(60), 1)
-    assert line.step() == {n: (56, 4) for n in range(1, 5)}
-
-
-def test_found_pages_of_running_requests_take_no_memory():
-    line = Line("sarathi-serve", pages=17)
-    line.add(range(60), 4)  # 15 pages, and one to grow into
-    line.step()
-    line.add([*range(56), 9, 9], 2)  # 14 of them, and the last one that is left
-    line.step()
-    assert len(line.scheduler.running) == 2
+@pytest.mark.parametrize("row", rows_of(FOUND))
+def test_what_is_found_is_neither_computed_nor_allocated(row):
+    check_row(row)

@@ -1,6 +1,6 @@
-"""The policy `priority` and its queue: the order, the preemptions, and that no class starves."""
+"""The policy `priority`, held against a sorted list, and against times by hand of a known law."""
 
-import random
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from policies.iteration_time import BatchShape
 from policies.priority import PRIORITIES, ClassQueue, make_service
 from request import Service
-from scheduler import Request
+from tests.by_hand import request_of
 from tests.helpers import VirtualRun
 
 REALTIME, HIGH, NORMAL, LOW = range(4)
@@ -21,16 +21,13 @@ def law(shape):
     return 10e-3 + 1e-3 * (shape.prefill_tokens + shape.decodes)
 
 
-def profile():
-    """Batches from which a model of the iteration time learns the law."""
-    sizes = [(0, 1), (0, 16), (64, 0), (64, 8), (512, 0), (512, 4), (2048, 1)]
-    shapes = [BatchShape(prefill, count, 100 * count, 300 * prefill) for prefill, count in sizes]
-    return [(shape, law(shape)) for shape in shapes]
-
-
 def simulation(*requests, **options):
-    """A run that knows the law, one step after these requests came."""
-    sim = VirtualRun("priority", law, profile=profile(), **options)
+    """A run that has learned the law, one step after these requests came."""
+    profile = []
+    for prefill, decodes in [(0, 1), (0, 16), (64, 0), (64, 8), (512, 0), (512, 4), (2048, 1)]:
+        shape = BatchShape(prefill, decodes, 100 * decodes, 300 * prefill)
+        profile.append((shape, law(shape)))
+    sim = VirtualRun("priority", law, profile=profile, **options)
     for each in requests:
         sim.add(each)
     if requests:
@@ -38,9 +35,15 @@ def simulation(*requests, **options):
     return sim
 
 
-def request(number, priority=NORMAL, prompt_len=100, output=20, arrival=0.0, **targets):
-    service = Service(priority, **targets)
-    return Request(number, [0] * prompt_len, prompt_len, output, arrival, service=service)
+def request(number, priority=NORMAL, prompt=100, output_len=20, arrival=0.0, **targets):
+    return request_of(
+        number,
+        prompt,
+        output_len,
+        arrival,
+        priority=priority,
+        **targets,
+    )
 
 
 def step(sim):
@@ -62,23 +65,10 @@ def running(sim):
 def test_a_service_is_made_of_a_name():
     services = [make_service(name, ttft_slo=2, tbt_slo=0.1) for name in PRIORITIES]
     assert services == [Service(priority, 2, 0.1) for priority in range(4)]
-    assert make_service() == Service(NORMAL)
+    assert make_service(user="a") == Service(NORMAL, user="a")
 
 
 # ---- The queue ----------------------------------------------------------------------------------
-
-
-def naive_head(waiting, front, now, ageing):
-    """By class, then preempted ones, then by deadline, then who came first."""
-
-    def place(each):
-        lifts = min(each.service.priority, max(0, int((now - each.arrival) / ageing)))
-        is_behind = each.id not in front
-        deadline = each.service.ttft_slo if is_behind else 0.0
-        return each.service.priority - lifts, is_behind, deadline, each.arrival, each.id
-
-    return min(waiting, key=place)
-
 
 ACTION = st.tuples(
     st.sampled_from(["append", "append", "preempt", "remove", "pop", "sleep"]),
@@ -89,12 +79,26 @@ ACTION = st.tuples(
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(ACTION, max_size=60), st.sampled_from([1.0, 4.0, 64.0]))
-def test_the_queue_is_sorted_by_rank(actions, ageing):
+@given(
+    st.lists(ACTION, max_size=60),
+    st.sampled_from([1.0, 4.0, 64.0]),
+    st.sampled_from([REALTIME, REALTIME, NORMAL]),
+)
+def test_the_queue_is_sorted_by_rank(actions, ageing, highest):
+    """By class, then preempted ones, then by deadline, then who came first."""
     now = 0.0
     waiting = []
     front = set()
-    queue = ClassQueue(lambda each: each.service.ttft_slo, ageing, lambda: now)
+    queue = ClassQueue(lambda each: each.service.ttft_slo, ageing, lambda: now, highest)
+
+    def aged_class(each):
+        lifted = each.service.priority - max(0, int((now - each.arrival) / ageing))
+        return min(each.service.priority, max(highest, lifted))
+
+    def place(each):
+        deadline = -math.inf if each.id in front else each.service.ttft_slo
+        return aged_class(each), deadline, each.arrival, each.id
+
     actions += [("pop", 0, 0, 0)] * len(actions)  # at last all leave in order
     for number, (action, priority, a, b) in enumerate(actions):
         if action == "append":
@@ -110,13 +114,14 @@ def test_the_queue_is_sorted_by_rank(actions, ageing):
         elif waiting:
             gone = waiting[b % len(waiting)]
             if action == "pop":
-                gone = naive_head(waiting, front, now, ageing)
+                gone = min(waiting, key=place)
             queue.remove(gone)
             waiting.remove(gone)
         assert len(queue) == len(waiting)
         assert set(queue) == set(waiting)
+        assert all(queue.aged_class(each) == aged_class(each) for each in waiting)
         if waiting:
-            assert queue[0] is naive_head(waiting, front, now, ageing)
+            assert queue[0] is min(waiting, key=place)
     with pytest.raises(IndexError):
         queue[0]
 
@@ -135,36 +140,39 @@ def test_classes_go_first_and_within_one_the_least_slack():
         (NORMAL, 3.0, 1500),
         (NORMAL, 3.0, 100),
     ]
-    requests = [
-        request(i, priority, length, ttft_slo=slo) for i, (priority, slo, length) in enumerate(rows)
-    ]
-    log = simulation(chunk=32).run(requests).log
-    first_chunks = dict(chunk for _, _, _, chunks in log for chunk in chunks)
-    assert list(first_chunks) == [5, 4, 3, 2, 7, 6, 1, 0]
+    requests = []
+    for i, (priority, ttft_slo, length) in enumerate(rows):
+        requests.append(request(i, priority, length, ttft_slo=ttft_slo))
+    sim = simulation(chunk=32).run(requests)
+    order = sorted(range(8), key=sim.scheduled.__getitem__)
+    assert order == [5, 4, 3, 2, 7, 6, 1, 0]
 
 
 @pytest.mark.parametrize("targets", [(0.1, 0.5, None), (0.5, None, 0.1)])
 def test_the_budget_is_that_of_the_tightest_target(targets):
-    decodes = [request(i, prompt_len=10, output=400, tbt_slo=slo) for i, slo in enumerate(targets)]
+    decodes = []
+    for i, tbt_slo in enumerate(targets):
+        decodes.append(request(i, NORMAL, 10, 400, tbt_slo=tbt_slo))
     sim = simulation(*decodes, chunk=2048)
-    sim.add(request(9, prompt_len=1500, output=1, arrival=sim.now))
+    sim.add(request(9, NORMAL, 1500, 1, arrival=sim.now))
     assert step(sim) == [0, 1, 2, 9]
     assert 0.05 < sim.log[-1][1] <= 0.1
 
 
 def test_no_request_passes_a_higher_class_that_finds_no_room():
     sim = simulation(request(0, HIGH, 1600, 300), pages=130)  # 128 pages for the longest
-    sim.add(request(1, HIGH, 1000, ttft_slo=1e6))
+    sim.add(request(1, HIGH, 1000, ttft_slo=NEVER))
     sim.add(request(2, LOW, 10))
     assert all(step(sim) == [0] for _ in range(40))
 
 
 def test_a_short_prompt_is_not_stuck_behind_a_long_one_of_its_class():
-    long = request(0, prompt_len=16_000)
+    long = request(0, prompt=16_000)
     short = request(1, arrival=1.0)
     sim = simulation(max_len=20_000).run([long, short])
-    assert sim.ttft(short) <= 2 * law(BatchShape(256))  # the iteration that runs, and its own
-    assert sim.ttft(long) <= 63 * law(BatchShape(256)) + 20 * law(BatchShape(256, 1))
+    iteration_s = law(BatchShape(256))
+    assert sim.ttft(short) <= 2 * iteration_s  # the one that runs, and its own
+    assert sim.ttft(long) <= 63 * iteration_s + 20 * law(BatchShape(256, 1))
 
 
 @pytest.mark.parametrize(
@@ -173,14 +181,18 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one_of_its_class():
 def test_the_budget_is_for_the_latest_start_of_all_that_may_run(priority, max_batch, start):
     """A low request waits for the high prefills, of which one is at 100 tokens. A realtime one does
     not, if it has a place beside the three that run."""
-    sim = simulation(shares=True, max_len=20_000, max_batch=max_batch)
-    prompt = list(range(2010))  # all but the end is cached
-    sim.run([Request(0, prompt, len(prompt), 1)])
+    sim = simulation(
+        shares=True,
+        max_len=20_000,
+        max_batch=max_batch,
+    )
+    prompt = range(2010)  # all but the end is cached
+    sim.run([request(0, NORMAL, prompt, 1)])
     sim.add(request(1, NORMAL, 10, 500, arrival=sim.now, tbt_slo=0.2))
     sim.step()
     for number, computed in ((2, 100), (3, 50)):
         let_run(sim, request(number, HIGH, 600), computed)
-    sim.add(Request(99, list(prompt), len(prompt), 1, sim.now, service=Service(priority)))
+    sim.add(request(99, priority, prompt, 1, arrival=sim.now))
     sim.scheduler.next_batch()
     assert sim.scheduler.max_start == start
 
@@ -194,28 +206,21 @@ def test_no_class_starves_under_an_endless_stream_of_realtime_requests(priority,
     stream's class, before all that come later than its own deadline allows. Those that came
     earlier, twice as fast as they are served, are gone at two times that."""
     service_s = law(BatchShape(240))  # one at a time, with one token each
-    stream = [
-        request(1 + i, REALTIME, 240, 1, i * service_s / 2, ttft_slo=2.0) for i in range(1500)
-    ]
     poor = request(0, priority, 240, 1, arrival=1.0, ttft_slo=2.0 + lax)
-    sim = simulation(chunk=240, ageing=ageing, max_batch=1).run([poor, *stream], until=100.0)
+    requests = [poor]
+    for i in range(1500):
+        arrival = i * service_s / 2
+        requests.append(request(1 + i, REALTIME, 240, 1, arrival, ttft_slo=2.0))
+    sim = simulation(chunk=240, ageing=ageing, max_batch=1).run(requests, until=100.0)
     assert sim.ttft(poor) <= max(priority * ageing, poor.arrival + 2 * lax) + 3 * service_s
     assert sim.ttft(poor) > min(priority * ageing, lax or NEVER)  # the stream is more urgent
 
 
 def test_ageing_ends_at_the_class_that_is_named():
-    low = request(0, LOW)
-    high = request(1, HIGH)
-    sim = simulation(request(9, REALTIME, 240, 100), ageing=1.0, ageing_to="normal", max_batch=1)
-    for queued in (low, high, request(2, NORMAL, arrival=50.0)):
-        sim.now = queued.arrival
-        sim.add(queued)
+    sim = simulation(ageing=1.0, ageing_to="normal")
     sim.now = 100.0
-    waiting = sim.scheduler.waiting
-    assert waiting[0] is high
-    waiting.remove(high)
-    assert waiting[0] is low  # before the younger one of its new class
-    assert sim.scheduler.aged_class(low) == NORMAL
+    classes = [sim.scheduler.aged_class(request(0, priority)) for priority in range(4)]
+    assert classes == [REALTIME, HIGH, NORMAL, NORMAL]
 
 
 @pytest.mark.parametrize("age, preemptions", [(0.0, 1), (25.0, 0)])
@@ -237,7 +242,12 @@ def crowded(*priorities, **options):
     """So many requests decode that no page is left for another prompt of 500 tokens."""
     length = 1650 // len(priorities)
     requests = [request(i, priority, length, 100) for i, priority in enumerate(priorities)]
-    sim = simulation(*requests, pages=130, chunk=2048, **options)
+    sim = simulation(
+        *requests,
+        pages=130,
+        chunk=2048,
+        **options,
+    )
     sim.step()
     return sim
 
@@ -283,9 +293,7 @@ def test_a_request_preempted_for_a_target_is_not_preempted_repeatedly():
     target = law(BatchShape(decodes=5)) * 1.05
     first = request(0, REALTIME, 10, 1500, tbt_slo=target)
     low = [request(1 + i, LOW, 30, 60) for i in range(300)]
-    sim = simulation(noise=0.05, ageing=NEVER)
-    for each in (first, *low):
-        sim.add(each)
+    sim = simulation(first, *low, noise=0.05, ageing=NEVER)
     while not first.finish_reason:
         sim.step()
     gaps = sim.tbt([first])
@@ -293,33 +301,6 @@ def test_a_request_preempted_for_a_target_is_not_preempted_repeatedly():
     ended = sum(each.finish_reason == "length" for each in low)
     assert ended > 1500 / 60  # more than one at a time
     assert sum(each.preemptions for each in low) <= 0.1 * ended
-
-
-@pytest.mark.parametrize("ageing", [5.0, NEVER])
-def test_an_overload_with_little_memory_ends_and_recomputes_little(ageing):
-    draw = random.Random(0)
-    requests = []
-    for i in range(200):
-        priority = draw.randrange(4)
-        targets = {
-            "ttft_slo": draw.choice([None, 0.5, 5.0]),
-            "tbt_slo": draw.choice([None, None, 0.02, 0.1]),
-        }
-        lengths = draw.randrange(1, 600), draw.randrange(1, 80)
-        requests.append(request(i, priority, *lengths, draw.uniform(0, 60), **targets))
-    sim = simulation(noise=0.05, ageing=ageing, pages=130, max_batch=12, tile=8).run(requests)
-    assert all(len(each.token_times) == each.max_new_tokens for each in requests)
-    assert sim.scheduler.pages.num_free == 130
-    total = sum(each.prompt_len + each.max_new_tokens for each in requests)
-    assert sum(each.recomputed_tokens for each in requests) < total
-    waited = [
-        max(sim.ttft(each) for each in requests if each.service.priority == priority)
-        for priority in range(4)
-    ]
-    if ageing == NEVER:
-        assert max(waited[:NORMAL]) < 0.25 * waited[LOW]
-    else:  # all end up in one class: the longest wait is not the low ones' alone
-        assert waited[LOW] < 2 * waited[REALTIME]
 
 
 def test_nobody_is_preempted_in_vain():
@@ -340,19 +321,18 @@ def test_nobody_is_preempted_in_vain():
     assert low.preemptions == 0
 
 
-@pytest.mark.parametrize("is_its_own, batch", [(True, [0, 1]), (False, [1])])
-def test_a_victim_waits_for_the_next_batch_and_a_target_goes_before_memory(is_its_own, batch):
+@pytest.mark.parametrize("own, of_all, batch", [(0.0115, None, [0, 1]), (None, 0.0115, [1])])
+def test_a_victim_waits_for_the_next_batch_and_a_target_goes_before_memory(own, of_all, batch):
     """A lower class gives up its own TBT target, or its memory for one that all have."""
-    target = {"tbt_slo": 0.0115}
-    low = request(0, LOW, 2, 6, **(target if is_its_own else {}))
+    low = request(0, LOW, 2, 6, tbt_slo=own)
     sim = simulation(
         low,
         pages=64,
         page_size=1,
         chunk=16,
         max_len=12,
-        **({} if is_its_own else target),
+        tbt_slo=of_all,
     )
     sim.add(request(1, REALTIME, 4, 2, sim.now - 1, ttft_slo=0.01))
     assert step(sim) == batch
-    assert low.preemptions == (0 if is_its_own else 1)
+    assert low.preemptions == (0 if own else 1)

@@ -1,88 +1,23 @@
-"""What today's engines decide, and what their users ask for: each policy keeps its rule."""
+"""Today's engines and their users' remedies, held against tables by hand, models, the engines."""
 
 import re
-from ast import literal_eval
-from collections import deque
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import groupby
 from random import Random
 
 import pytest
 
 from engine import Engine
 from lab.simulator.referee import check_random_loads, rules_of
-from policies import ALL_POLICIES, TODAY, make_scheduler
+from policies import ALL_POLICIES, TODAY
 from policies.cards import CARDS
-from policies.pages import make_pages
 from policies.referee import chunks_come_next
-from request import Service
 from sampling import SamplingParams
-from scheduler import Request
 from tests.beside import AMPLE, ENGINES, TIGHT, Kind, differences
-from tests.helpers import advance, completions_of, finish, tiny_model, with_slow
+from tests.by_hand import World, check_row, request_of, rows_of
+from tests.helpers import completions_of, finish, tiny_model, with_slow
 
 RANDOM_LOADS = 40  # of 2,000 that `bench.py check NAME --random-loads 2000` simulates
-
-
-class World:
-    """A scheduler that is driven by hand, with the requests of a load "prompt+output ...".
-
-    A request "prompt+output@iteration" comes before that iteration, "prompt+output/user" is of a
-    user. A prompt is a length, and of tokens of its own; or it is of letters, and pages that hold
-    the same are shared."""
-
-    def __init__(self, policy, load="", page_size=4, pages=64, **options):
-        sizes = dict(chunk=8, max_len=64, max_batch=8)
-        shares = any(map(str.isalpha, re.sub("/.", "", load)))
-        cache = make_pages(pages, page_size, shares)
-        self.scheduler = make_scheduler(policy, cache, **sizes | options)
-        self.requests = []
-        self.later = []  # (iteration, Request)
-        self.iterations = 0
-        for text in load.split():
-            self.add(text)
-        self.arrive()
-
-    def add(self, text):
-        """Let a request come when its iteration has."""
-        text, _, user = text.partition("/")
-        text, _, iteration = text.partition("@")
-        prompt, output = text.split("+")
-        number = len(self.requests)
-        tokens = [ord(letter) for letter in prompt]
-        if prompt.isdigit():
-            tokens = [1000 + number] * int(prompt)
-        service = Service(user=user)
-        request = Request(number, tokens, len(tokens), int(output), number, service=service)
-        self.requests.append(request)
-        self.later.append((int(iteration or self.iterations), request))
-
-    def arrive(self):
-        """Queue the requests that come before the next iteration."""
-        while self.later and self.later[0][0] <= self.iterations:
-            _, request = self.later.pop(0)
-            self.scheduler.add(request)
-
-    def step(self):
-        """One iteration: "0:d 1:7", the request and the length of each chunk, d for a decode."""
-        self.arrive()
-        batch = self.scheduler.next_batch()
-        chunks = []
-        for chunk in batch:
-            length = "d" if chunk.request.is_decoding else chunk.length
-            chunks.append(f"{chunk.request.id}:{length}")
-        advance(self.scheduler, batch)
-        self.iterations += 1
-        return " ".join(chunks)
-
-    def run(self):
-        """All iterations until nothing is left: "0:5 | 0:d x4", four of them are alike."""
-        steps = []
-        while self.scheduler.requests or self.later:
-            steps.append(self.step())
-        runs = [(step, len(list(group))) for step, group in groupby(steps)]
-        return " | ".join(step if count == 1 else f"{step} x{count}" for step, count in runs)
 
 
 @pytest.mark.parametrize("policy", with_slow(TODAY, fast=["vllm-v1", "sglang", "hf", "nano-vllm"]))
@@ -299,18 +234,9 @@ vtc max_batch=1 chunk=16, 6+2/a 6+2/a 6+2/a 6+2/b 6+2@8/a 6+2@8/c 6+2@8/b = \
 """
 
 
-@pytest.mark.parametrize("row", RULES.replace("\\\n", "").strip().splitlines())
+@pytest.mark.parametrize("row", rows_of(RULES))
 def test_a_policy_does_what_its_source_says(row):
-    given, _, expected = row.partition("  #")[0].partition(" = ")
-    expected = expected.strip()
-    head, load = given.split(", ")
-    policy, *options = head.split()
-    pairs = [option.split("=") for option in options]
-    steps = World(policy, load, **{name: literal_eval(value) for name, value in pairs}).run()
-    if expected.endswith("..."):
-        assert steps.startswith(expected.removesuffix("..."))
-    else:
-        assert steps == expected
+    check_row(row)
 
 
 EXAMPLE = r"`((?:\w+=\d+ ?)+), ([\w+ ]+)`[^`]*?`((?:\.\.\. \| )?0:[^`]*)`,? theirs `([^`]+)`"
@@ -324,14 +250,11 @@ EXAMPLES = [
 @pytest.mark.parametrize("name, sizes, load, batches, theirs", EXAMPLES)
 def test_an_example_of_what_differs_from_an_engine_is_true_here(name, sizes, load, batches, theirs):
     options = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", sizes)}
-    world = World(name, load, **options)
-    rows = []
-    while world.scheduler.requests:
-        rows.append(world.step())
-    expected = batches.removeprefix("... | ")
-    text = " | ".join(rows) + " | "
+    steps = World(name, load, **options).steps()
+    text = " | ".join(["", *steps, ""])
+    expected = batches.removeprefix("...") if batches.startswith("...") else f" | {batches}"
     assert f"{expected} | " in text
-    assert batches.startswith("...") or text.startswith(f"{expected} | ")
+    assert batches.startswith("...") or text.startswith(expected)
     assert theirs != batches
 
 
@@ -405,7 +328,7 @@ def test_the_peak_is_the_most_that_requests_ever_hold():
     scheduler = World("peak", page_size=1).scheduler
     for _ in range(200):
         sizes = [(draw.randint(1, 30), draw.randint(1, 30)) for _ in range(draw.randint(1, 6))]
-        requests = [Request(i, [0] * prompt, prompt, new) for i, (prompt, new) in enumerate(sizes)]
+        requests = [request_of(i, *lengths) for i, lengths in enumerate(sizes)]
         held = [sum(prompt + time for prompt, new in sizes if time <= new) for time in range(1, 31)]
         assert scheduler.peak_tokens(requests) == max(held)
 
@@ -436,30 +359,3 @@ def test_vtc_counts_the_tokens_of_users():
         world.add(f"6+2/{user}")
     world.arrive()
     assert served["c"] == served["a"] == 20  # lifted to the least of those that wait
-
-
-def test_vtc_is_fair_between_the_users_of_an_engine():
-    engine = Engine(tiny_model(), policy="vtc", max_batch=1, max_len=32)
-    for user in "aaab":
-        engine.add_request([1, 2, 3], SamplingParams(2), user=user)
-    assert list(completions_of(finish(engine))) == [0, 3, 1, 2]
-
-
-class Counting(deque):
-    """A queue that counts how many of its requests were looked at."""
-
-    looked_at = 0
-
-    def __iter__(self):
-        for request in super().__iter__():
-            self.looked_at += 1
-            yield request
-
-
-@pytest.mark.parametrize("policy", ["hf", "lmdeploy", "sarathi-serve"])
-def test_a_decision_looks_at_few_of_those_that_wait(policy):
-    world = World(policy, "9+9 " * 1000, max_batch=2)
-    queue = world.scheduler.waiting = Counting(world.scheduler.waiting)
-    world.step()
-    world.step()
-    assert queue.looked_at <= 8
