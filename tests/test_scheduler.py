@@ -12,7 +12,7 @@ from parallel.micro_batches import MicroBatches
 from policies import POLICIES, make_scheduler, scheduler_of
 from policies.pages import make_pages
 from scheduler import SarathiServe
-from tests.by_hand import check_row, request_of, rows_of
+from tests.by_hand import World, check_row, request_of, rows_of
 from tests.helpers import GROWING, IN_ORDER, RESERVING, advance, check_batch, check_integrity
 
 EVERY = pytest.mark.parametrize("policy", POLICIES)
@@ -72,8 +72,7 @@ def test_a_policy_does_what_its_paper_says(row):
 
 @EVERY
 def test_a_policy_says_whether_it_cuts_prompts(policy):
-    history, _ = simulate(policy, [(20, 1)])
-    is_cut = history[0] == {0: 8}
+    is_cut = World(policy, "20+1").step() == "0:8"
     assert POLICIES[policy].cuts_prompts == is_cut
 
 
