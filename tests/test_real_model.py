@@ -111,14 +111,15 @@ def test_no_bos_comes_before_a_text_and_a_chat_is_in_the_template(tokenizer):
 
 
 @pytest.mark.slow
-def test_the_stall_example_freezes_answers_under_vllm_only(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["stall"])
+def test_the_stall_example_freezes_answers_under_vllm_only(tmp_path, capsys):
+    file = tmp_path / "stall.svg"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    stall.main()
+    stall.main(["--svg", str(file)])
     torch.set_num_threads(threads)
     pattern = r"(?m)^(\S+): longest freeze (\S+) s, the long prompt waits (\S+) s$"
     vllm, sarathi = re.findall(pattern, capsys.readouterr().out)
     assert (vllm[0], sarathi[0]) == ("vllm", "sarathi-serve")
     assert float(vllm[1]) > 3 * float(sarathi[1])  # eight times, where nothing else runs
     assert float(vllm[2]) < float(sarathi[2])  # the price
+    assert "sarathi-serve" in file.read_text("utf-8")
