@@ -53,12 +53,14 @@ def plot_pipeline(
         for run in runs:
             _draw_batch(axis, run, width=LANE_WIDTH * (run.end - run.start) / end)
         last_end = max(run.end for run in runs)
+        heading = f"makespan {style.duration(last_end)}; bubbles of all stages"
         for kind in PLACES:
             waits = [run for run, bubble_kind in bubbles[name] if bubble_kind == kind]
+            heading += f", {kind} {style.duration(sum(run.bubble for run in waits))}"
             if waits:
                 _label_longest_bubble(axis, kind, waits)
         axis.set_title(name, **style.BOLD)
-        axis.set_title(f"makespan {style.duration(last_end)}", loc="right")
+        axis.set_title(heading, loc="right")
         axis.set(xlim=(0, end), ylim=(stages - 0.5, -0.62))
         axis.set_yticks(range(stages), [f"stage {stage + 1}" for stage in range(stages)])
         axis.tick_params(axis="y", length=0)
