@@ -117,10 +117,10 @@ def draw(logits: Tensor, draws: Sequence[tuple[SamplingParams, int]], size: int)
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
-    """-log(-log u) for uniform u, a number for each seed, position and token id."""
+    """-log(-log u) for uniform u, a float64 for each seed, position and token id."""
     bits = mix_(mix_(mix_(seed + 1) ^ position) ^ token_ids)
     bits >>= 12
-    uniform = bits * 2.0**-52 + (0.5 + 2.0**-53)  # 53 bits, the last one is 1: never 0 or 1
+    uniform = bits.double().mul_(2.0**-52).add_(0.5 + 2.0**-53)  # an odd multiple: never 0 or 1
     return uniform.log_().neg_().log_().neg_()
 
 

@@ -106,6 +106,15 @@ def test_each_token_is_the_one_that_the_definition_draws(kind, vocab_size, monke
         assert token.tolist() == [expected[i]]
 
 
+@pytest.mark.parametrize("seed, token", [(107, 49607), (120, 47401), (5903, 71)])
+def test_noise_is_exact_where_float32_would_be_infinite(seed, token):
+    keys = [torch.tensor([[key]]) for key in (seed, 0, token)]
+    noise = sampling.gumbel_noise(*keys)
+    expected = noise_by_definition(seed, 0, token)
+    assert expected > 17
+    assert noise.item() == pytest.approx(expected, rel=1e-9)
+
+
 def test_the_defaults_are_greedy():
     expected = SamplingParams(
         max_new_tokens=64,
