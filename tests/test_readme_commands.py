@@ -47,6 +47,8 @@ def tiny(line):
     words = shlex.split(line)
     if line == "bench.py paper" or line.startswith("bench.py paper --"):
         words.insert(2, "S-F3,B-1")  # not all claims
+    if "capacity --simulate" in line:
+        words += ["--requests", "512"]  # four for each slot
     begins = [begin for begin in TINY if f"{line} ".startswith(f"{begin} ")]
     if begins and not re.search("--simulate|--help|smollm2", line):
         words += shlex.split(TINY[max(begins, key=len)])  # the last of two counts
