@@ -116,7 +116,7 @@ class Matmul(SDPA):
         tables = [chunk.used_pages(self.page_size) for chunk in decodes]
         lengths = [len(table) for table in tables]
         pages = set(chain.from_iterable(tables))
-        is_alone = len(decodes) == 1  # torch's kernel takes a fifth less time
+        is_alone = len(decodes) == 1  # torch's kernel computes it without copies
         are_few = len(pages) < min(PAGE_BLOCK, self.cache.pages / 2)
         are_mostly_empty = max(KEY_BLOCK, 2 * max(ends)) < self.page_size  # they are read whole
         are_unequal = len(tables) * max(lengths) > 8 * sum(lengths)  # all are filled up

@@ -15,7 +15,7 @@ from torch import Tensor
 from model import GPT
 
 ROWS = 256  # of a typical chunk: MKL packs for it
-FEWEST_ROWS = 4  # oneDNN takes a fifth more time for one or two rows than for four
+FEWEST_ROWS = 4  # oneDNN multiplies one or two rows more slowly than four
 
 
 class PackedLinear(nn.Module):
@@ -50,7 +50,7 @@ class OneDNNLinear(PackedLinear):
         if rows == 1:
             x = x.expand(FEWEST_ROWS, -1)
         elif rows == 2:
-            x = x.repeat(2, 1)
+            x = x.repeat(FEWEST_ROWS // 2, 1)
         multiply = torch.ops.mkldnn._linear_pointwise.default
         return multiply(x, self.weight, self.bias, "none", [], "")[:rows]
 
