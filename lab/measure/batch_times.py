@@ -88,7 +88,7 @@ class BatchTime:
     operations_ms: Mapping[str, float]  # of all in OPERATIONS
     gpu_ms: Mapping[str, float]  # "launch" and "device", see timing.launch_timings; {} on a CPU
     spread: float = 0.0  # between the quartiles of the total, as a fraction of it
-    busy: bool = False  # whether the machine was too busy for these numbers to be believed
+    busy: bool = False  # whether others used the machine meanwhile
 
     @property
     def attention_ms(self) -> float:
@@ -135,7 +135,7 @@ class SequenceTime(BatchTime):
 def time_batches(
     runner: Runner,
     batches: Iterable[Batch],
-    repeats: int = 5,
+    repeats: int = 9,
     *,
     clock: Callable[[], float] = timing.wall_time,
 ) -> dict[Batch, BatchTime]:
@@ -169,13 +169,12 @@ def time_batches(
     times = {}
     for batch in batches:
         launch = on_gpu.get((batch, "launch"))
-        spread = timings[batch, "total"].spread
         times[batch] = BatchTime(
             total_ms=ms[batch, "total"],
             operations_ms={name: ms[batch, name] for name in OPERATIONS},
             gpu_ms=launch._asdict() if launch else {},
-            spread=spread,
-            busy=max(drift, spread) > timing.BUSY,
+            spread=timings[batch, "total"].spread,
+            busy=drift > timing.BUSY,
         )
     return times
 
@@ -242,19 +241,21 @@ def add_up(
     matrices: Sequence[tuple[int, int]],
     item_bytes: int,
 ) -> SequenceTime:
-    """The SequenceTime of batches that follow each other, from the time of each. The last two
-    arguments are as of `intensity`."""
+    """The SequenceTime of batches that follow each other, from the time of each. Its spread is what
+    theirs come to at most. The last two arguments are as of `intensity`."""
     operations_ms: Counter[str] = Counter()
     gpu_ms: Counter[str] = Counter()
     for time in times:
         operations_ms.update(time.operations_ms)
         gpu_ms.update(time.gpu_ms)
+    total_ms = sum(time.total_ms for time in times)
+    spread = sum(time.spread * time.total_ms for time in times) / total_ms
     return SequenceTime(
-        total_ms=sum(time.total_ms for time in times),
+        total_ms=total_ms,
         operations_ms=operations_ms,
         gpu_ms=gpu_ms,
-        spread=max(time.spread for time in times),
-        busy=any(time.busy for time in times),
+        spread=spread,
+        busy=any(time.busy for time in times) or spread > timing.BUSY,
         tokens=count_tokens(batches),
         intensity=intensity(batches, matrices, item_bytes),
     )
