@@ -120,6 +120,21 @@ TABLE_2 = {  # SARATHI's, in ms: a prompt, four decodes, and three of them besid
 }
 
 
+def publish_table_2(lab: Lab, result: Result) -> None:
+    """Add the numbers of TABLE_2."""
+    length = lab.scaled(1024)
+    cost = lab.decode_cost(length, 4, length)
+    decode_ms = {"decode_only": cost.alone_ms.value, "decode_maximal": cost.beside_ms.value}
+    table = lab.time({n: [b] for n, b in table_2_batches(length, 4, length).items()})
+    for name, papers in TABLE_2.items():
+        row = table[name.replace("_", "-")]
+        ours = {"linear": row.products_ms, "attention": row.attention_ms}
+        ours["a decode"] = decode_ms.get(name, 0.0)
+        for part, paper in papers.items():
+            source = "text" if part == "a decode" else "fitted"
+            result.publish(f"{part}, {name} of Table 2, ms", paper, ours[part], source)
+
+
 @claim("S-F8", "A decode costs less beside a chunk of 256 than alone", A6000_13B, least_ridge=6)
 def decode_speedup(lab: Lab) -> Result:
     """Alone B decodes share one reading of the weights; riding they need none.
@@ -146,17 +161,7 @@ def decode_speedup(lab: Lab) -> Result:
                 "attention it adds, ms": added_ms,
             }
             result.add(f"{lab.scaled(context):,}, {batch}", columns)
-    length = lab.scaled(1024)
-    cost = lab.decode_cost(length, 4, length)
-    decode_ms = {"decode_only": cost.alone_ms.value, "decode_maximal": cost.beside_ms.value}
-    table = lab.time({n: [b] for n, b in table_2_batches(length, 4, length).items()})
-    for name, papers in TABLE_2.items():
-        row = table[name.replace("_", "-")]
-        ours = {"linear": row.products_ms, "attention": row.attention_ms}
-        ours["a decode"] = decode_ms.get(name, 0.0)
-        for part, paper in papers.items():
-            source = "text" if part == "a decode" else "fitted"
-            result.publish(f"{part}, {name} of Table 2, ms", paper, ours[part], source)
+    publish_table_2(lab, result)
     speedups = [*result.column("speedup").values()]
     if speedups:  # or all were lost in the noise
         result.publish("largest speedup", 10, max(speedups))

@@ -67,6 +67,21 @@ def gpt_3_with(layer_s: float) -> tuple[PaperLab, PaperLab]:
     )
 
 
+def serve_gpt_3(
+    arrivals: list[Arrival], chunk: int, tile: int, layer_s: float
+) -> dict[str, OfflineRun]:
+    """Orca in a pipeline and on replicas, SARATHI in the pipeline; `layer_s`: see gpt_3_with."""
+    pipeline, replica = gpt_3_with(layer_s)
+    orca = pipeline.offline("orca-best", arrivals)
+    replicas = replica.offline("orca-best", arrivals, replicas=8)
+    sarathi = pipeline.offline("sarathi", arrivals, chunk=chunk, tile=tile)
+    return {
+        "orca-best, TP 8 x PP 8": OfflineRun.of(orca),
+        "TP 8, 8 replicas": OfflineRun.of(replicas),
+        "sarathi, TP 8 x PP 8": OfflineRun.of(sarathi),
+    }
+
+
 @claim(
     "S-F12",
     "A pipeline under SARATHI beats replicas, these one under Orca",
@@ -89,26 +104,18 @@ def pipeline_and_replicas(lab: PaperLab) -> Result:
     arrivals = [Arrival(0.0, prompt, output) for prompt, output in lengths]
     result = Result("variant")
     for variant, chunk, tile, layer_s in [("as published", 256, 128, 0), ("fitted", 282, 1, 3e-4)]:
-        pipeline, replica = gpt_3_with(layer_s)
-        orca = OfflineRun.of(pipeline.offline("orca-best", arrivals))
-        replicas = OfflineRun.of(replica.offline("orca-best", arrivals, replicas=8))
-        sarathi = OfflineRun.of(pipeline.offline("sarathi", arrivals, chunk=chunk, tile=tile))
-        bubbles = median(orca.bubbles) / median(sarathi.bubbles)
+        runs = serve_gpt_3(arrivals, chunk, tile, layer_s)
+        orca, replicas, sarathi = runs.values()
         gains = {
             "SARATHI over replicas": max(replicas.ends) / max(sarathi.ends),
             "SARATHI over Orca": max(orca.ends) / max(sarathi.ends),
             "replicas over Orca": max(orca.ends) / max(replicas.ends),
-            "bubbles of Orca over SARATHI's": bubbles,
+            "bubbles of Orca over SARATHI's": median(orca.bubbles) / median(sarathi.bubbles),
         }
         result.add(variant, gains)
         source = "text" if variant == "as published" else "fitted"
         for name, gain in gains.items():
             result.publish(f"{name}, {variant}", papers[name], gain, source)
-        runs = {
-            "orca-best, TP 8 x PP 8": orca,
-            "TP 8, 8 replicas": replicas,
-            "sarathi, TP 8 x PP 8": sarathi,
-        }
         result.picture = result.picture or partial(draw_bubbles, runs)  # as published
     over_replicas = result.column("SARATHI over replicas")["as published"]
     over_orca = result.column("SARATHI over Orca")["as published"]

@@ -19,7 +19,7 @@ from lab.measure.run_plan import run_plan
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import LINKS
-from lab.simulator.machine import CountingMachine, SimulatedMachine
+from lab.simulator.machine import SimulatedMachine
 from lab.simulator.pools import KVLink, simulate_pools
 from lab.simulator.two_pools import Pools
 from runtime.memory import small_page_size
@@ -171,8 +171,7 @@ def make_servers(
         (config,) = plan(["sarathi-serve"]).values()  # for memory and batches
         for kind, cuts_prompts in {"": False, " chunks": True}.items():
             run = partial(simulate, cuts_prompts=cuts_prompts)
-            counting = CountingMachine(run, machine.make_prompts)
-            servers[f"pools {pools}{kind}"] = partial(counting.serve, config)
+            servers[f"pools {pools}{kind}"] = partial(machine.serve, config, simulate=run)
     return servers
 
 

@@ -123,6 +123,10 @@ class CostModel:
         self._pair_s = 4 * queries / self.device.attention_flops_per_s
         self._key_s = self.kv_bytes / self.device.attention_bytes_per_s
         self._token_seconds: dict[int, tuple[float, float, float]] = {}  # see token_seconds
+        self._head_seconds: dict[int, float] = {}  # of the output head, by its rows
+        # to reach the next stage, each of the tp GPUs sends its part
+        links = self.tp if self.pp_link.per_gpu else 1
+        self._hop_token_s = BYTES * self.config.n_embd / (links * self.pp_link.bytes_per_s)
 
     @classmethod
     def named(
@@ -230,13 +234,12 @@ class CostModel:
     def _stages(self, layer_s: float, tokens: int, chunks: int) -> StageTimes:
         """The StageTimes of a batch, of which a layer takes `layer_s`. The last stage has the
         output head, too."""
-        n_embd = self.config.n_embd
         seconds = [self.cpu_s + self.layers * layer_s] * self.pp
-        vocabulary = self.config.vocab_size // self.tp
-        seconds[-1] += product_seconds(self.device, chunks, n_embd, vocabulary)
-        # to reach the next stage, each of the tp GPUs sends its part
-        bytes_per_s = self.pp_link.bytes_per_s * (self.tp if self.pp_link.per_gpu else 1)
-        return StageTimes(seconds, self.pp_link.step_s + BYTES * tokens * n_embd / bytes_per_s)
+        if chunks not in self._head_seconds:
+            head = Matrix(self.config.n_embd, self.config.vocab_size // self.tp)
+            self._head_seconds[chunks] = product_seconds(self.device, chunks, *head)
+        seconds[-1] += self._head_seconds[chunks]
+        return StageTimes(seconds, self.pp_link.step_s + tokens * self._hop_token_s)
 
     def seconds(self, batch: Chunks) -> float:
         """Seconds of one iteration from the first stage to the last, with nothing in the way."""

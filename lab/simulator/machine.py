@@ -31,33 +31,9 @@ def base_of(cost: CostModel, max_len: int = 8192, chunk: int = 2048) -> Base:
     )
 
 
-class CountingMachine:
-    """A machine that serves by the times of a cost model, not by those of a clock."""
-
-    def __init__(self, run: Callable[..., Simulated], make_prompts: MakePrompts) -> None:
-        """`run` is simulation.simulate, or simulate_pools, with a cost model. `make_prompts` is as
-        of RealMachine."""
-        self.run = run
-        self.make_prompts = make_prompts
-
-    def serve(
-        self,
-        config: EngineConfig,
-        arrivals: Sequence[Arrival],
-        *,
-        progress: Callable[[], object] = run_loop.no_progress,
-        recorder: Recorder | None = None,
-    ) -> Run:
-        """Serve a load by simulated engines of `config`."""
-        prompts = None  # only their lengths matter
-        if config.prefix_caching:
-            prompts = self.make_prompts(arrivals, VOCABULARY)
-        return self.run(config, arrivals, prompts=prompts, progress=progress, recorder=recorder).run
-
-
-class SimulatedMachine(CountingMachine):
+class SimulatedMachine:
     """GPUs of a cost model. `model` is the name of the model, `max_len` and `chunk` are of the load
-    that the machine is for."""
+    that the machine is for, `make_prompts` is as of RealMachine."""
 
     def __init__(
         self,
@@ -69,7 +45,8 @@ class SimulatedMachine(CountingMachine):
         chunk: int,
         make_prompts: MakePrompts,
     ) -> None:
-        super().__init__(partial(simulate, cost, replicas=replicas), make_prompts)
+        self.simulate = partial(simulate, cost, replicas=replicas)
+        self.make_prompts = make_prompts
         self.cost = cost
         self.base = base_of(cost, max_len, chunk)
         self.micro_batches = cost.pp * replicas
@@ -89,3 +66,19 @@ class SimulatedMachine(CountingMachine):
                 f"the batch of each of {self.micro_batches} micro-batches, "
                 f"the memory of each of {replicas} replicas\n"
             )
+
+    def serve(
+        self,
+        config: EngineConfig,
+        arrivals: Sequence[Arrival],
+        *,
+        progress: Callable[[], object] = run_loop.no_progress,
+        recorder: Recorder | None = None,
+        simulate: Callable[..., Simulated] | None = None,
+    ) -> Run:
+        """Serve a load by simulated engines of `config`, or as `simulate` has it, for two pools."""
+        simulate = simulate or self.simulate
+        prompts = None  # only their lengths matter
+        if config.prefix_caching:
+            prompts = self.make_prompts(arrivals, VOCABULARY)
+        return simulate(config, arrivals, prompts=prompts, progress=progress, recorder=recorder).run

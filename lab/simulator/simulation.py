@@ -125,6 +125,7 @@ class Simulation(MicroBatches):
         self.ready: list[Ready] = []  # a heap
         self.steady: list[SteadyDecodes | None] = [None] * len(self.schedulers)
         self.idle = deque(range(len(self.schedulers)))  # micro-batches that found no work
+        self.coming: deque[float] = deque()  # when the requests arrive that are not added yet
         self._wake()
 
     def serve(
@@ -137,6 +138,7 @@ class Simulation(MicroBatches):
         engine would, and for prefix caching without prompts."""
         if self.config.prefix_caching and prompts is None:
             raise ValueError("prompts=None: prefix_caching needs their token ids")
+        self.coming.extend(sorted([arrival.time for arrival in arrivals]))
         run = LoadRun(self, arrivals, prompts, **watching).run()
         return Simulated(run, self.busy, self.bubbles, self.stage_runs)
 
@@ -177,6 +179,8 @@ class Simulation(MicroBatches):
         """Queue request i; without a prompt its tokens are alike. Raises QueueFull, ValueError."""
         self.config.check_fits(arrival.prompt_len, arrival.output_len)
         self.bubbles[i] = 0.0
+        if self.coming:
+            self.coming.popleft()
         self._wake()
         self.config.check_queue(len(self.queue))
         tokens: Any = bytearray(arrival.prompt_len) if prompt is None else list(prompt)
@@ -216,6 +220,7 @@ class Simulation(MicroBatches):
             self._wake()  # the others may take requests that it left, or preempted
         times = self._send_through(micro_batch, self.cost.stages(batch))
         end = times[-1].end
+        self._push(end, micro_batch)
         chunks = None
         if self.record:
             launch = self.now + self.cost.cpu_s
@@ -244,7 +249,7 @@ class Simulation(MicroBatches):
         ]
 
     def _send_through(self, micro_batch: int, cost: StageTimes) -> list[StageTime]:
-        """When a batch that enters now is on each stage. Its micro-batch can go on afterwards."""
+        """When a batch that enters now is on each stage."""
         seconds, hop_s = cost
         times = []
         arrived = end = self.now
@@ -253,16 +258,23 @@ class Simulation(MicroBatches):
             end = start + duration
             times.append(StageTime(start, end, most_waited=math.inf))
             arrived = end + hop_s
-        self._push(end, micro_batch)
         self.batches += 1
         return times
 
     def _repeat(self, micro_batch: int, steady: SteadyDecodes) -> None:
-        """Let a batch of decodes be computed again."""
-        cost = self.cost.decode_stages(len(steady.batch), steady.keys)
-        times = self._send_through(micro_batch, cost)
-        self.book(micro_batch, times, self.full_since(micro_batch), steady.batch)
-        steady.move_on(times[-1].end)
+        """Let a batch of decodes be computed again: of the only micro-batch, until a request ends,
+        needs a page or arrives."""
+        while True:
+            cost = self.cost.decode_stages(len(steady.batch), steady.keys)
+            times = self._send_through(micro_batch, cost)
+            self.book(micro_batch, times, self.full_since(micro_batch), steady.batch)
+            end = times[-1].end
+            steady.move_on(end)
+            comes = self.coming[0] if self.coming else math.inf
+            if len(self.schedulers) > 1 or steady.left == 0 or comes <= end:
+                self._push(end, micro_batch)
+                return
+            self.now = end
 
     def _settle(self, micro_batch: int) -> None:
         """Let the policy decide again, of requests that have all their tokens."""
