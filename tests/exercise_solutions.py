@@ -227,18 +227,6 @@ class StarvedDecodes(SarathiServe):
             batch.add_decodes(decodes)
         return batch
 """,
-    12: """
-class StarvedPrefills(SarathiServe):
-    def schedule(self):
-        decodes = self.grow_decodes()
-        batch = Batch(max(self.chunk, len(decodes) + 1))
-        batch.add_decodes(decodes)
-        for request in self.prefilling():
-            batch.add(request)
-        while batch.left > 0 and (request := self.admit()):
-            batch.add(request)
-        return batch
-""",
     13: """
 class NothingLeft(SarathiServe):
     def plan_admission(self, request):
@@ -257,18 +245,6 @@ class FirstChunk(SarathiServe):
 class LongestPays(SarathiServe):
     def rank(self, request):
         return -len(request.output), request.arrival
-""",
-    16: """
-class LongPromptEats(SarathiServe):
-    def schedule(self):
-        batch = Batch(self.chunk)
-        batch.add_decodes(self.grow_decodes())
-        while len(self.prefilling()) < 4 and self.admit():
-            pass
-        rest = sorted(self.prefilling(), key=lambda r: len(r.tokens) - r.num_computed)
-        for request in rest:
-            batch.add(request)
-        return batch
 """,
 }
 WRONG = [  # (exercise, part of the solution, what takes its place, the rule that is broken)

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 import runpy
-import signal
 import socket
 import sys
 import tempfile
@@ -170,18 +169,13 @@ class World:
         return {rank: p for rank, p in self.programs.items() if rank not in self.statuses}
 
     def look(self, is_late):
-        """See who has ended. A rank that is stopped goes on when all others have ended; one that
-        hangs is killed."""
+        """See who has ended. One that hangs is killed."""
         for rank, program in self.running.items():
             if program.poll() is not None:
                 self.statuses[rank] = program.returncode
             elif is_late:
                 program.kill()
                 self.statuses[rank] = "hangs"
-        if len(self.running) == 1:
-            (last,) = self.running.values()
-            with suppress(ProcessLookupError):
-                last.send_signal(signal.SIGCONT)
 
     def ended(self):
         """How all ranks ended."""

@@ -60,7 +60,12 @@ def a_load(count=40, qps=14.0, max_len=2048):
 def simulated(policy, chunk=256, pages=96, arrivals=None, pp=1, **more):
     """(what was seen, its Truth) of a run in so little memory that some are preempted. With
     prefix_caching every third prompt is alike, as far as it goes."""
-    sizes = dict(max_batch=24, max_len=2048, page_size=64, pages=pages)
+    sizes = dict(
+        max_batch=24,
+        max_len=2048,
+        page_size=64,
+        pages=pages,
+    )
     config = EngineConfig(policy.partition(",")[0], chunk, **sizes, **more)
     recorder = Truth()
     cost = CostModel.named("llama3-8b", pp=pp)

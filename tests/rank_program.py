@@ -7,15 +7,12 @@ import json
 import os
 import signal
 import time
-from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
 
-import parallel.ranks
 from cli import console
 from cli.loading import ModelOptions, load_model
 from engine import no_interrupt
@@ -168,21 +165,9 @@ def aborts(job):
     return [len(aborted), len(done)]
 
 
-def broken_off(job):
-    """Serve, and go on when the job's fault is raised on rank 0."""
-    engine = engine_of(job, model_of(job), ENGINE)
-    engine.add_request([1, 2, 3], SamplingParams(9))
-    with suppress(ArithmeticError):
-        while engine.has_work:
-            engine.step()
-    engine.step()
-
-
 def be_a_rank(job):
     """Run a job's program, and on rank 0 write what it returns."""
     torch.set_num_threads(1)
-    if "timeout_s" in job:
-        parallel.ranks.TIMEOUT = timedelta(seconds=job["timeout_s"])
     out = os.environ["RANK_OUT"]
     Path(f"{out}.{os.environ['RANK']}.pid").write_text(str(os.getpid()), "utf-8")
     try:

@@ -125,7 +125,12 @@ def test_names_in_a_text():
 
 def test_a_model_has_the_positions_that_it_must():
     assert load_model(TINY_MODEL, 9000, positions_from="").config.max_positions == 9000
-    gpt2 = ModelOptions(preset="gpt2", device="cpu", dtype="float32", layers=1)
+    gpt2 = ModelOptions(
+        preset="gpt2",
+        device="cpu",
+        dtype="float32",
+        layers=1,
+    )
     assert load_model(gpt2, 1024, positions_from="").config.n_layer == 1
     with pytest.raises(ValueError, match="--max-len 1025"):
         load_model(gpt2, 1025, positions_from="--max-len")

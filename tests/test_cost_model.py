@@ -15,12 +15,47 @@ from lab.simulator.devices import A100, GEOMETRIES, LINKS, Device, Link
 from model import GPT
 
 # Rates without limit leave one cost: arithmetic at 1 Mflop/s, bytes at 1 MB/s, a second a kernel
-MATH = Device("math", 1e6, inf, 1e6, inf, 1e6, tile=4, op_s=0.0)
-MOVE = Device("move", inf, 1e6, inf, 1e6, 1e6, tile=4, op_s=0.0)
-START = Device("start", inf, inf, inf, inf, 1e6, tile=4, op_s=1.0)
+MATH = Device(
+    "math",
+    1e6,
+    inf,
+    1e6,
+    inf,
+    1e6,
+    tile=4,
+    op_s=0.0,
+)
+MOVE = Device(
+    "move",
+    inf,
+    1e6,
+    inf,
+    1e6,
+    1e6,
+    tile=4,
+    op_s=0.0,
+)
+START = Device(
+    "start",
+    inf,
+    inf,
+    inf,
+    inf,
+    1e6,
+    tile=4,
+    op_s=1.0,
+)
 
 # 128 + 64 + 256 + 128 = 576 weights in a layer, in which a token's keys and values take 16 bytes
-SMALL = GPTConfig("llama", vocab_size=100, n_layer=4, n_head=4, n_embd=8, n_kv_head=2, n_inner=16)
+SMALL = GPTConfig(
+    "llama",
+    vocab_size=100,
+    n_layer=4,
+    n_head=4,
+    n_embd=8,
+    n_kv_head=2,
+    n_inner=16,
+)
 
 PREFILL = (0, 10, 5)  # a chunk of 5 tokens after 10
 DECODES = [(1, 7, 1), (2, 19, 1)]  # they read 8 and 20 keys
@@ -139,7 +174,14 @@ ALL_REDUCES = [
 
 @pytest.mark.parametrize("gpus, link, measured", ALL_REDUCES)
 def test_an_all_reduce_takes_what_was_measured(gpus, link, measured):
-    wide = GPTConfig("llama", vocab_size=64, n_layer=1, n_head=8, n_embd=5000, head_dim=64)
+    wide = GPTConfig(
+        "llama",
+        vocab_size=64,
+        n_layer=1,
+        n_head=8,
+        n_embd=5000,
+        head_dim=64,
+    )
     cost = CostModel(wide, A100, tp=gpus, tp_link=LINKS[link])
     for megabytes, microseconds in measured.items():
         tokens = round(megabytes * 1e6 / (2 * 5000))
@@ -160,7 +202,15 @@ def test_all_reduces_of_an_iteration(parallel_block, all_reduces):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_stages_of_a_pipeline(tp):
     link = Link(bytes_per_s=1e3, step_s=0.25)
-    cost = CostModel(SMALL, MATH, tp=tp, pp=2, tp_link=Link(inf, 0.0), pp_link=link, cpu_s=0.5)
+    cost = CostModel(
+        SMALL,
+        MATH,
+        tp=tp,
+        pp=2,
+        tp_link=Link(inf, 0.0),
+        pp_link=link,
+        cpu_s=0.5,
+    )
     layer = (2 * 8 * 576 + 8 * 12.5 * 32) / 1e6 / tp
     stages, hop = cost.stages(BATCH)
     assert stages == pytest.approx([0.5 + 2 * layer, 0.5 + 2 * layer + 6400e-6 / tp])

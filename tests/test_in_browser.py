@@ -24,7 +24,13 @@ MINE = "from scheduler import Request, SarathiServe\n\n\nclass Mine(SarathiServe
 def asked(source, load=LOAD, **more):
     """A question: about a run, or about the exercise of a `number`."""
     kind = "exercise" if "number" in more else "run"
-    question = dict(kind=kind, source=source, load=load.to_json(), chunk="256", slo_s=SLO_S)
+    question = dict(
+        kind=kind,
+        source=source,
+        load=load.to_json(),
+        chunk="256",
+        slo_s=SLO_S,
+    )
     return json.dumps(question | more)
 
 

@@ -27,7 +27,14 @@ def ctrl_c():
 
 
 def make_engine():
-    sizes = dict(chunk=6, max_batch=3, max_len=32, page_size=4, pages=9, prefix_caching=True)
+    sizes = dict(
+        chunk=6,
+        max_batch=3,
+        max_len=32,
+        page_size=4,
+        pages=9,
+        prefix_caching=True,
+    )
     return Engine(MODEL, policy="sarathi-serve", **sizes)
 
 

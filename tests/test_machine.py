@@ -36,16 +36,6 @@ def test_alone_it_takes_what_the_model_says(options, cost, replicas, tmp_path):
     assert run["finished"] == replicas
 
 
-@pytest.mark.slow
-def test_a_capacity_is_searched_on_a_simulated_machine(tmp_path):
-    load = "--preset yi-34b --tp 2 --requests 40 --batch 10 --policies vllm,sarathi-serve"
-    results = report_of(tmp_path, "capacity", f"{load} --cpu-ms 5")["results"]
-    for result in results.values():
-        met = [point["qps"] for point in result["points"] if point["met"]]
-        assert result["capacity_qps"] == max(met) > 0
-    assert results["sarathi-serve"]["capacity_qps"] > results["vllm"]["capacity_qps"]
-
-
 @pytest.mark.parametrize("options", ["--preset llama2-70b", "--preset yi-34b --pp 7"])
 def test_an_impossible_machine_is_refused(options, tmp_path):
     with pytest.raises(ValueError):

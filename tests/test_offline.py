@@ -205,7 +205,12 @@ def test_the_engine_that_has_used_the_least_time_is_next():
 
 
 def test_the_load_is_balanced_and_the_same_for_all():
-    load = OfflineLoad(seq_len=1000, pd_ratio=256 / 5, requests=9, batch=6)
+    load = OfflineLoad(
+        seq_len=1000,
+        pd_ratio=256 / 5,
+        requests=9,
+        batch=6,
+    )
     arrivals = load.arrivals()
     assert [(a.time, a.prompt_len) for a in arrivals] == [(0.0, 981)] * 9
     assert [a.output_len for a in arrivals] == [3, 6, 9, 12, 15, 19, 19, 19, 19]

@@ -14,7 +14,13 @@ from tests.test_simulation import at_once
 def test_a_pipeline_plot_has_a_box_for_each_batch_and_bubble(tmp_path):
     cost = CostModel.named("gpt3-175b", tp=8, pp=2)
     arrivals = at_once((2048, 20), (1024, 20), (2040, 20), (1020, 20))
-    sizes = dict(chunk=256, max_batch=2, max_len=8192, page_size=8192, pages=4)
+    sizes = dict(
+        chunk=256,
+        max_batch=2,
+        max_len=8192,
+        page_size=8192,
+        pages=4,
+    )
     runs = simulate(cost, EngineConfig("orca-best", **sizes), arrivals).stage_runs
     kinds = {"orca-best": bubble_kinds(runs)}
     (axis,) = plot_pipeline({"orca-best": runs}, kinds, "", tmp_path / "p.png").axes

@@ -72,7 +72,13 @@ def test_reserving_and_in_order_policies_are_derived_from_their_classes():
 
 def test_a_config_is_made_of_fields_and_options_of_the_policy():
     config = EngineConfig("dynamic", 64, policy_options={"tile": 8, "tbt_slo": 0.2})
-    sized = replace(config, max_batch=2, max_len=16, page_size=16, pages=2)
+    sized = replace(
+        config,
+        max_batch=2,
+        max_len=16,
+        page_size=16,
+        pages=2,
+    )
     scheduler = scheduler_of(sized, clock=lambda: 7.0)
     assert (scheduler.chunk, scheduler.max_batch, scheduler.max_len) == (64, 2, 16)
     assert (scheduler.tbt_slo, scheduler.tile, scheduler.clock()) == (0.2, 8, 7.0)

@@ -14,7 +14,13 @@ from page.records import Recorder
 from tests.pages import a_load, in_turn
 
 SLOW = Link(bytes_per_s=5e9, step_s=1e-3)  # some 27 ms for a prompt of 1,000 tokens
-SIZES = EngineConfig(chunk=1024, max_batch=16, max_len=2048, page_size=64, pages=64)
+SIZES = EngineConfig(
+    chunk=1024,
+    max_batch=16,
+    max_len=2048,
+    page_size=64,
+    pages=64,
+)
 
 
 def two_pools(pools="1:1", layer_wise=False):

@@ -19,7 +19,14 @@ from lab.simulator.two_pools import Pools
 from tests.test_simulation import Law
 
 LINK = Link(bytes_per_s=1024, step_s=0.25)
-CONFIG = EngineConfig("sarathi-serve", chunk=64, max_batch=8, max_len=128, page_size=4, pages=256)
+CONFIG = EngineConfig(
+    "sarathi-serve",
+    chunk=64,
+    max_batch=8,
+    max_len=128,
+    page_size=4,
+    pages=256,
+)
 # a second for each 8 tokens, and at least one second
 LAW = Law(lambda batch: max(1.0, sum(length for _, _, length in batch) / 8))
 
@@ -66,8 +73,22 @@ def test_transfers_wait_for_each_other_at_a_port(prompt, pools, kv_link, ends):
 
 def test_a_port_is_not_held_while_it_waits_for_the_next_layer():
     ports = Ports()
-    slow = ports.send(0, 2, first=1.0, last=100.0, layers=100, layer_s=0.25)
-    fast = ports.send(1, 2, first=30.0, last=30.0, layers=1, layer_s=1.0)
+    slow = ports.send(
+        0,
+        2,
+        first=1.0,
+        last=100.0,
+        layers=100,
+        layer_s=0.25,
+    )
+    fast = ports.send(
+        1,
+        2,
+        first=30.0,
+        last=30.0,
+        layers=1,
+        layer_s=1.0,
+    )
     assert (slow, fast) == (100.25, 31.0)
 
 
@@ -77,19 +98,6 @@ def test_the_bytes_on_a_link_are_those_of_the_cache():
     assert KVLink.of(cost, LINKS["infiniband"]) == (LINKS["infiniband"], token_bytes / 4, 80)
     shared = KVLink.of(cost, LINKS["ethernet"])  # by the GPUs of a node
     assert shared.token_bytes == token_bytes
-
-
-@pytest.mark.parametrize("cuts_prompts", [True, False])
-def test_one_request_and_an_infinite_link_are_one_engine(cuts_prompts):
-    cost = CostModel.named("llama3-8b")
-    config = replace(CONFIG, max_len=4096, pages=4096, chunk=512 if cuts_prompts else 4096)
-    arrivals = [Arrival(0.5, 2000, 50)]
-    (alone,) = simulate(cost, config, arrivals).run.completions
-    kv_link = KVLink(Link(bytes_per_s=float("inf"), step_s=0.0), token_bytes=1.0, layers=32)
-    pools = Pools(1, 1)
-    run = simulate_pools(cost, config, arrivals, pools, kv_link, cuts_prompts=cuts_prompts).run
-    (pooled,) = run.completions
-    assert pooled.token_times == pytest.approx(alone.token_times, rel=1e-12)
 
 
 def test_a_request_is_sent_again_after_a_preemption():

@@ -175,28 +175,6 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one_of_its_class():
     assert sim.ttft(long) <= 63 * iteration_s + 20 * law(BatchShape(256, 1))
 
 
-@pytest.mark.parametrize(
-    "priority, max_batch, start", [(REALTIME, 4, 2000), (LOW, 4, 100), (REALTIME, 3, 100)]
-)
-def test_the_budget_is_for_the_latest_start_of_all_that_may_run(priority, max_batch, start):
-    """A low request waits for the high prefills, of which one is at 100 tokens. A realtime one does
-    not, if it has a place beside the three that run."""
-    sim = simulation(
-        shares=True,
-        max_len=20_000,
-        max_batch=max_batch,
-    )
-    prompt = range(2010)  # all but the end is cached
-    sim.run([request(0, NORMAL, prompt, 1)])
-    sim.add(request(1, NORMAL, 10, 500, arrival=sim.now, tbt_slo=0.2))
-    sim.step()
-    for number, computed in ((2, 100), (3, 50)):
-        let_run(sim, request(number, HIGH, 600), computed)
-    sim.add(request(99, priority, prompt, 1, arrival=sim.now))
-    sim.scheduler.next_batch()
-    assert sim.scheduler.max_start == start
-
-
 # ---- Ageing -------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,13 @@ from tests.forked import ENVIRON, ROOT, free_port
 from tests.rank_program import ENGINE
 from tests.servers import wait_for
 
-JOB = dict(program="serve", engines=[ENGINE], tiny=dict(n_kv_head=2, n_layer=2), tp=1, pp=2)
+JOB = dict(
+    program="serve",
+    engines=[ENGINE],
+    tiny=dict(n_kv_head=2, n_layer=2),
+    tp=1,
+    pp=2,
+)
 
 
 def struck(what, rank, when="decode", **job):
@@ -35,17 +41,6 @@ def test_when_a_rank_is_killed_or_raises_all_end(worlds):
     for ended in (*killed, raised):
         check_all_end(ended)
     assert raised.error_of(1) == "ArithmeticError: the model fails"
-
-
-def test_a_rank_that_hangs_ends_all(worlds):
-    """Rank 1 is stopped, and goes on when rank 0 has given it up."""
-    (ended,) = worlds.run(struck("SIGSTOP", rank=1, timeout_s=6))
-    check_all_end(ended)
-
-
-def test_a_command_that_is_broken_off_is_the_last(worlds):
-    (ended,) = worlds.run(struck("raise", rank=0, program="broken_off"))
-    check_all_end(ended)
 
 
 def test_requests_on_their_way_are_aborted_in_their_micro_batches(worlds):

@@ -18,20 +18,6 @@ def records_of(policy, requests, **sizes):
     return in_turn(recorded(policy, requests=requests, **memory | sizes))
 
 
-def test_a_record_says_what_was_computed_and_what_the_budget_was():
-    first, second, third, *_ = records_of("sarathi-serve", [(0, 10, 3), (0, 40, 2)])
-    assert first["chunks"] == [[0, 0, 10], [1, 0, 22]]
-    assert first["decodes"] == []
-    assert first["budget"] == 32
-    assert first["why"] is None
-    assert second["chunks"] == [[1, 22, 18]]
-    assert second["decodes"] == [0]
-    assert second["start"] == 1.0
-    assert second["end"] == 2.0
-    assert third["decodes"] == [0, 1]
-    assert third["ended"] == [[0, "length"], [1, "length"]]
-
-
 @pytest.mark.parametrize(
     "policy, sizes, why",
     [

@@ -2,24 +2,20 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from config import EngineConfig
-from lab.measure import capacity, token_budget
+from lab.measure import capacity
 from lab.measure.capacity import (
     Base,
     Bounded,
     Verdict,
     estimated_qps,
-    measure_base,
     search_capacity,
     slo_seconds,
 )
 from lab.measure.load_run import serve
-from lab.measure.token_budget import Profiled
 from lab.measure.workload import Arrival, make_lengths, poisson, prompts
 from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import simulate
@@ -48,7 +44,14 @@ def test_every_policy_serves_the_same_arrivals_to_their_full_length(policy):
     loads = [(0, 9, 5), (0.1, 20, 12), (0.1, 3, 1), (0.35, 14, 8), (4.0, 6, 6), (4.001, 2, 20)]
     arrivals = [Arrival(*load) for load in loads]
     tokens = prompts(arrivals, 61, 0)
-    config = EngineConfig(policy, chunk=8, max_batch=4, max_len=32, page_size=4, pages=16)
+    config = EngineConfig(
+        policy,
+        chunk=8,
+        max_batch=4,
+        max_len=32,
+        page_size=4,
+        pages=16,
+    )
     time = Time()
     run = serve(model, config, arrivals, tokens, now=time.now, sleep=time.sleep)
     computed = Counter()  # the warm-up is not in the iterations
@@ -67,27 +70,18 @@ def test_every_policy_serves_the_same_arrivals_to_their_full_length(policy):
 
 def test_what_is_made_of_a_base():
     """An SLO is a multiple of it, a rate is prefill at full speed and decodes in full batches."""
-    base = Base(seconds=0.064, prefill_token_s=0.001, decodes=32, context=512)
+    base = Base(
+        seconds=0.064,
+        prefill_token_s=0.001,
+        decodes=32,
+        context=512,
+    )
     slos = [slo_seconds(slo, base) for slo in ("strict", "relaxed", 0.2)]
     assert slos == pytest.approx([5 * 0.064, 25 * 0.064, 0.2])
     with pytest.raises(ValueError):
         slo_seconds(0.01, base)
     rate = 1 / (0.2 + 50 * 0.002)
     assert estimated_qps(base, [Arrival(0.0, 200, 50)] * 3) == pytest.approx(rate)
-
-
-@pytest.mark.parametrize("max_len, context, chunk", [(512, 256, 128), (9000, 4096, 128), (3, 1, 3)])
-def test_the_base_is_a_decode_of_32_at_half_the_longest_context(
-    max_len, context, chunk, monkeypatch
-):
-    def time_iterations(runner, cases, **_):
-        assert cases == [(32, context, 32), (chunk, chunk, 0)]
-        return [Profiled(*case, seconds=0.064) for case in cases]
-
-    monkeypatch.setattr(capacity, "runner_for", lambda model: lambda *_: None)
-    monkeypatch.setattr(token_budget, "time_iterations", time_iterations)
-    base, _ = measure_base(SimpleNamespace(device=torch.device("cpu")), 128, max_len)
-    assert base == Base(0.064, 0.064 / chunk, 32, context)
 
 
 def search(limit, unlucky=None, busy=None, start=1.0):

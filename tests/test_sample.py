@@ -90,7 +90,12 @@ def test_options_are_passed_on(monkeypatch, capsys):
     printed_by(capsys, *words, "--policy", "vllm", "--chunk", "5")
     printed_by(capsys, *words, "--prefix-caching")
     (config, _, params), (caching, *_) = calls
-    expected = dict(max_new_tokens=9, temperature=0.5, top_k=4, top_p=0.6)
+    expected = dict(
+        max_new_tokens=9,
+        temperature=0.5,
+        top_k=4,
+        top_p=0.6,
+    )
     assert params == [SamplingParams(**expected, seed=seed) for seed in (7, 8)]
     assert (config.policy, config.chunk, config.max_batch) == ("vllm", 5, 2)
     assert not config.prefix_caching and caching.prefix_caching

@@ -25,7 +25,14 @@ COMPLETION = "/v1/completions"
 @streamed
 def test_each_prompt_has_n_choices_with_seeds_of_their_own(tiny, stream):
     sampling = {"temperature": 0.9, "top_p": 0.8}
-    choices, _, usage = complete(tiny, ["hello", "a"], n=2, seed=5, stream=stream, **sampling)
+    choices, _, usage = complete(
+        tiny,
+        ["hello", "a"],
+        n=2,
+        seed=5,
+        stream=stream,
+        **sampling,
+    )
     params = [SamplingParams(20, seed=seed, **sampling) for seed in (5, 6)]
     expected = [generate(tiny, text, each).text for text in ("hello", "a") for each in params]
     assert choices == [(text, "length") for text in expected]

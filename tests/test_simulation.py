@@ -6,26 +6,36 @@ All times here are sums of binary fractions, unless a CostModel makes them: no s
 import random
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from config import EngineConfig
-from engine import Engine
-from lab.measure.load_run import serve
 from lab.measure.run_loop import LoadRun
 from lab.measure.workload import Arrival, prompts
 from lab.simulator.cost_model import CostModel, StageTimes
 from lab.simulator.simulation import STEADY_POLICIES, Simulation, bubble_kinds, simulate
 from policies import POLICIES
-from runtime.runner import Runner
-from tests.helpers import GROWING, IN_ORDER, facts, tiny_model
+from tests.helpers import GROWING, IN_ORDER, facts
 
 # pages for each micro-batch: for max_batch requests of max_len, and for hardly more than one
 AMPLE = 32
 LITTLE = 10
-CONFIG = EngineConfig("vllm", chunk=8, max_batch=4, max_len=32, page_size=4, pages=AMPLE)
-ALONE = replace(CONFIG, policy="orca", chunk=32, max_batch=1, page_size=32, pages=8)
+CONFIG = EngineConfig(
+    "vllm",
+    chunk=8,
+    max_batch=4,
+    max_len=32,
+    page_size=4,
+    pages=AMPLE,
+)
+ALONE = replace(
+    CONFIG,
+    policy="orca",
+    chunk=32,
+    max_batch=1,
+    page_size=32,
+    pages=8,
+)
 in_much_and_little_memory = pytest.mark.parametrize("pages", [AMPLE, LITTLE])
 on_one_and_four = pytest.mark.parametrize("pp, replicas", [(1, 1), (2, 2)])
 
@@ -188,41 +198,6 @@ def test_without_a_record_decodes_are_repeated_and_nothing_else_differs(
         assert quick.bubbles == recorded.bubbles
         assert quick.run.seconds == recorded.run.seconds
     assert bool(repeats) == (POLICIES[policy] in STEADY_POLICIES)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that advances by what is slept and what batches take in a simulation: `time`."""
-    clock = SimpleNamespace(time=0.0)
-    sample = Runner.sample
-
-    def sleep(seconds):
-        clock.time += seconds
-
-    def takes_its_time(runner, logits, batch):
-        sleep(by_tokens(batch))
-        return sample(runner, logits, batch)
-
-    monkeypatch.setattr(Runner, "sample", takes_its_time)
-    monkeypatch.setattr(Engine, "warm_up", lambda engine: None)  # some would learn from it
-    clock.sleep = sleep
-    clock.now = lambda: clock.time
-    return clock
-
-
-@pytest.mark.parametrize("policy, pages", [("orca", AMPLE), ("vllm", LITTLE)])
-def test_the_engine_makes_the_same_schedule(policy, pages, clock):
-    model = tiny_model()
-    config = replace(CONFIG, policy=policy, pages=pages)
-    arrivals = random_arrivals(1, 16, 0.3)
-    tokens = prompts(arrivals, model.config.vocab_size, 1)
-    real = serve(model, config, arrivals, tokens, now=clock.now, sleep=clock.sleep)
-    simulated = simulate(Law(), config, arrivals, tokens).run
-    for theirs, ours in zip(real.iterations, simulated.iterations, strict=True):
-        assert theirs._replace(launch=None) == ours._replace(launch=None)
-    for theirs, ours in zip(real.completions, simulated.completions, strict=True):
-        assert facts(theirs) == facts(ours)
-    assert any(iteration.preempted for iteration in real.iterations) == (pages == LITTLE)
 
 
 def test_bubbles_are_of_three_kinds():

@@ -277,7 +277,13 @@ def expect_equal(completions, prompts):
 
 
 def test_pages_that_the_same_batch_computes_are_read():
-    engine = Engine(tiny_model(), policy="vllm-v1", max_len=64, page_size=4, prefix_caching=True)
+    engine = Engine(
+        tiny_model(),
+        policy="vllm-v1",
+        max_len=64,
+        page_size=4,
+        prefix_caching=True,
+    )
     completions = engine.generate(PROMPTS, PARAMS)
     assert [completion.cached_tokens for completion in completions] == [0, 16]
     expect_equal(completions, PROMPTS)
@@ -285,7 +291,13 @@ def test_pages_that_the_same_batch_computes_are_read():
 
 def test_pages_that_an_aborted_request_would_have_filled_are_not_read(monkeypatch):
     model = tiny_model()
-    engine = Engine(model, policy="vllm-v1", max_len=64, page_size=4, prefix_caching=True)
+    engine = Engine(
+        model,
+        policy="vllm-v1",
+        max_len=64,
+        page_size=4,
+        prefix_caching=True,
+    )
     first, _ = (engine.add_request(prompt, PARAMS) for prompt in PROMPTS)
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "forward", None)
@@ -306,7 +318,14 @@ def test_only_those_admitted_for_a_batch_may_read_what_it_computes():
 
 
 def test_sglang_retracts_the_fewest_outputs_and_adapts_its_ratio():
-    world = World("sglang", "4+30", page_size=1, pages=40, max_len=40, chunk=40)
+    world = World(
+        "sglang",
+        "4+30",
+        page_size=1,
+        pages=40,
+        max_len=40,
+        chunk=40,
+    )
     scheduler = world.scheduler
     for _ in range(5):
         world.step()

@@ -2,9 +2,7 @@
 
 import pytest
 
-from lab.measure import timing
-from lab.measure.token_budget import Profiled, choose_budget, hybrid_spans, time_iterations
-from runtime.runner import Runner
+from lab.measure.token_budget import choose_budget, hybrid_spans
 from tests.helpers import poisoned_cache, tiny_model
 
 CASES = [(8, 20, 3), (3, 20, 3), (40, 20, 3), (64, 64, 1), (1, 1, 1)]
@@ -21,27 +19,6 @@ def test_a_hybrid_batch_has_the_tokens_it_says(budget, context, decodes):
         assert span.end == max(context, chunk)
     for span in spans:
         assert len(set(span.pages)) == len(span.pages) == -(-span.end // 16)
-
-
-def test_each_case_is_run_and_gets_its_own_time(monkeypatch):
-    runner = Runner(tiny_model(), 4, 64)
-    sizes = []
-    greedy = runner.greedy
-
-    def interleaved(variants, device, repeats, warmup):
-        for run in variants.values():
-            run()
-        return {key: timing.Timing(1e3 * sizes[key], spread=key / 8) for key in variants}
-
-    def note_size(spans):
-        sizes.append(sum(span.length for span in spans))
-        return greedy(spans)
-
-    monkeypatch.setattr(runner, "greedy", note_size)
-    monkeypatch.setattr(timing, "interleaved", interleaved)
-    monkeypatch.setattr(timing.Probe, "take", lambda self: 0.0)
-    rows = time_iterations(runner, [(3, 20, 3), (8, 30, 2)])
-    assert rows == [Profiled(3, 20, 3, 3.0, 0.125), Profiled(8, 30, 2, 8.0, 0.125)]
 
 
 @pytest.mark.parametrize("tile", [1, 32])

@@ -44,7 +44,13 @@ print(json.dumps([type(runner.attention).__name__, logits, [each.output for each
 def run(folder, *arguments):
     """What Python prints there."""
     command = [sys.executable, *arguments]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, encoding="utf-8")
+    result = subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -56,21 +56,6 @@ def test_gaps_are_exponential_at_the_rate(qps):
         assert (gaps < mean_gaps).mean() == pytest.approx(share, abs=tolerance(share))
 
 
-def test_lengths_gaps_and_prompts_of_one_seed_do_not_share_random_numbers(monkeypatch):
-    streams = []
-    make_rng = workload.make_rng
-
-    def spy(stream, seed):
-        streams.append(stream)
-        return make_rng(stream, seed)
-
-    monkeypatch.setattr(workload, "make_rng", spy)
-    arrivals = poisson(sample_lengths("arxiv", 9, 64, 9), 1.0, 9)
-    workload.prompts(arrivals, 7, 9, (2, 1))
-    zipf_lengths(4, 9, 0, 1.0, 9, 9)
-    assert sorted(streams) == [1, 2, 3, 4, 5, *[6] * 9]  # 6 is the prefix, the same for all 9
-
-
 def test_prompts_begin_with_one_of_some_prefixes_and_go_on_as_without():
     arrivals = [Arrival(0.0, 5, 5)] * 40
     longer = [arrival._replace(prompt_len=25) for arrival in arrivals]
