@@ -133,9 +133,23 @@ def test_every_link_leads_to_a_file():
             assert (ROOT / room / link).exists(), link
 
 
-def test_what_the_first_line_prints_is_its_result():
+RESULTS = [path.read_text("utf-8") for path in (ROOT / "results").rglob("*.txt")]
+
+
+def test_what_a_readme_quotes_is_printed_in_the_results():
     printed, *_ = re.findall(r"```text\n(.*?)```", MAIN, flags=re.DOTALL)
-    result = (ROOT / "results/epyc-2-threads/chunk-256.txt").read_text("utf-8")
-    lines = list(map(str.split, result.splitlines()))
-    for line in printed.splitlines():
-        assert line.split() in lines
+    tables = re.findall(r"(?m)^\| (?:policy|ms of a decode) .*\n(?:\|.*\n)+", TEXTS["lab/"])
+    assert len(tables) == 2
+    lines = [line.split() for text in RESULTS for line in text.splitlines()]
+    for quoted in (printed, *tables):
+        for line in quoted.splitlines():
+            assert line.split() in lines
+
+
+@pytest.mark.parametrize("room", ["results/", "lab/"])
+def test_each_decimal_of_a_measurement_is_in_the_results(room):
+    known = set(re.findall(r"\d+\.\d+", "".join(RESULTS)))
+    prose = re.sub("(?s)```.*?```|`[^`]+`", "", TEXTS[room])
+    stated = re.findall(r"(?<![\w.§-])\d+\.\d+(?!\.?\d)", prose)
+    assert len(stated) > 20
+    assert known.issuperset(stated)

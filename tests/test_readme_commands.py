@@ -18,7 +18,6 @@ NOT_RUN = {  # what a command holds -> why no test runs it
     "pip install ": ".ci/run does",
     "npm install ": ".ci/run does",
     "pytest ": ".ci/run does",
-    "git clone ": "needs a network and a GPU",
     ".ci/gpu.sh": "needs a GPU",
     "--nnodes ": "needs several machines",
     "-m tests.beside ": "needs other engines",
