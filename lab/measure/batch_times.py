@@ -120,7 +120,8 @@ class BatchTime:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceTime(BatchTime):
-    """What some batches take, one after another: the sums of their times."""
+    """What some batches take, one after another: the sums of their times. It is busy, too, if
+    their spread is above timing.BUSY."""
 
     tokens: int
     intensity: float  # of the products, see `intensity`
@@ -241,8 +242,8 @@ def add_up(
     matrices: Sequence[tuple[int, int]],
     item_bytes: int,
 ) -> SequenceTime:
-    """The SequenceTime of batches that follow each other, from the time of each. Its spread is what
-    theirs come to at most. The last two arguments are as of `intensity`."""
+    """The SequenceTime of batches that follow each other, from the time of each. Its spread is
+    theirs, weighted by time. The last two arguments are as of `intensity`."""
     operations_ms: Counter[str] = Counter()
     gpu_ms: Counter[str] = Counter()
     for time in times:

@@ -125,7 +125,7 @@ class Simulation(MicroBatches):
         self.ready: list[Ready] = []  # a heap
         self.steady: list[SteadyDecodes | None] = [None] * len(self.schedulers)
         self.idle = deque(range(len(self.schedulers)))  # micro-batches that found no work
-        self.coming: deque[float] = deque()  # when the requests arrive that are not added yet
+        self.coming: deque[float] = deque()  # when requests come, see serve
         self._wake()
 
     def serve(
@@ -262,8 +262,8 @@ class Simulation(MicroBatches):
         return times
 
     def _repeat(self, micro_batch: int, steady: SteadyDecodes) -> None:
-        """Let a batch of decodes be computed again: of the only micro-batch, until a request ends,
-        needs a page or arrives."""
+        """Let a batch of decodes be computed again; that of the only micro-batch until a request
+        comes, or the next time one would end or need a page."""
         while True:
             cost = self.cost.decode_stages(len(steady.batch), steady.keys)
             times = self._send_through(micro_batch, cost)
