@@ -61,12 +61,15 @@ def run(
 
 def compute(claims: list[Claim]) -> dict[str, Machines]:
     """What the cost model has of each claim, on the machines of its paper. Claims about one machine
-    share its lab, which brings no load twice to a server. The machine of most claims goes first."""
+    share its lab, which brings no load twice to a server. Those go first whose capacities are
+    searched, and of the others those of most GPUs: they take long."""
     claims_of: dict[str, list[str]] = {}  # ids by the name of a machine
+    effort: dict[str, tuple[int, int]] = {}
     for claim in claims:
         for system in claim.systems:
             claims_of.setdefault(system.name, []).append(claim.id)
-    tasks = sorted(claims_of.items(), key=lambda task: len(task[1]), reverse=True)
+            effort[system.name] = len(system.slos_s), system.cost.tp * system.cost.pp
+    tasks = sorted(claims_of.items(), key=lambda task: effort[task[0]], reverse=True)
     with Pool(initializer=gc.disable) as pool:  # simulations make no cycles
         results = pool.imap(compute_on, tasks, chunksize=1)
         bar = tqdm(results, "computed", len(tasks), leave=False, disable=None)
