@@ -15,36 +15,19 @@ from lab.simulator.devices import A100, GEOMETRIES, LINKS, Device, Link
 from model import GPT
 
 # Rates without limit leave one cost: arithmetic at 1 Mflop/s, bytes at 1 MB/s, a second a kernel
-MATH = Device(
-    "math",
-    1e6,
-    inf,
-    1e6,
-    inf,
-    1e6,
+UNLIMITED = Device(
+    "unlimited",
+    flops_per_s=inf,
+    bytes_per_s=inf,
+    attention_flops_per_s=inf,
+    attention_bytes_per_s=inf,
+    memory_bytes=1e6,
     tile=4,
     op_s=0.0,
 )
-MOVE = Device(
-    "move",
-    inf,
-    1e6,
-    inf,
-    1e6,
-    1e6,
-    tile=4,
-    op_s=0.0,
-)
-START = Device(
-    "start",
-    inf,
-    inf,
-    inf,
-    inf,
-    1e6,
-    tile=4,
-    op_s=1.0,
-)
+MATH = replace(UNLIMITED, flops_per_s=1e6, attention_flops_per_s=1e6)
+MOVE = replace(UNLIMITED, bytes_per_s=1e6, attention_bytes_per_s=1e6)
+START = replace(UNLIMITED, op_s=1.0)
 
 # 128 + 64 + 256 + 128 = 576 weights in a layer, in which a token's keys and values take 16 bytes
 SMALL = GPTConfig(

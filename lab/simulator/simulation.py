@@ -264,17 +264,19 @@ class Simulation(MicroBatches):
     def _repeat(self, micro_batch: int, steady: SteadyDecodes) -> None:
         """Let a batch of decodes be computed again; that of the only micro-batch until a request
         comes, or the next time one would end or need a page."""
+        until = self.now  # once
+        if len(self.schedulers) == 1:
+            until = self.coming[0] if self.coming else math.inf
         while True:
             cost = self.cost.decode_stages(len(steady.batch), steady.keys)
             times = self._send_through(micro_batch, cost)
             self.book(micro_batch, times, self.full_since(micro_batch), steady.batch)
             end = times[-1].end
             steady.move_on(end)
-            comes = self.coming[0] if self.coming else math.inf
-            if len(self.schedulers) > 1 or steady.left == 0 or comes <= end:
-                self._push(end, micro_batch)
-                return
+            if steady.left == 0 or until <= end:
+                break
             self.now = end
+        self._push(end, micro_batch)
 
     def _settle(self, micro_batch: int) -> None:
         """Let the policy decide again, of requests that have all their tokens."""
