@@ -359,8 +359,6 @@ class RealLab(Lab):
         runner = runner_for(self.model)(self.model, batch, context, context, self.attention)
         batches = table_2_batches(context, batch, chunk)
         cost = measure_decode_cost(runner, batches, limit_s=COST_S)
-        if cost.busy:  # once more: such a moment may be over
-            cost = measure_decode_cost(runner, batches, limit_s=COST_S)
         self.busy = self.busy or cost.busy
         return cost
 

@@ -64,7 +64,7 @@ def compute(claims: list[Claim]) -> dict[str, Machines]:
     share its lab, which brings no load twice to a server. Those go first whose capacities are
     searched, and of the others those of most GPUs: they take long."""
     claims_of: dict[str, list[str]] = {}  # ids by the name of a machine
-    effort: dict[str, tuple[int, int]] = {}
+    effort: dict[str, tuple[int, int]] = {}  # by the same name, only to compare
     for claim in claims:
         for system in claim.systems:
             claims_of.setdefault(system.name, []).append(claim.id)

@@ -123,13 +123,14 @@ def measure_decode_cost(
     functions = {name: partial(runner.greedy, spans_of(each)) for name, each in batches.items()}
     for function in functions.values():
         function()  # what is compiled or recorded once does not count
-    samples: dict[str, list[float]] = defaultdict(list)
 
-    def sample(name: str) -> None:
-        samples[name].append(timing.time_once(functions[name], device, clock))
+    def time_pairs() -> tuple[dict[str, list[float]], float]:
+        """All samples, and seconds of wall time for a second by the clock."""
+        samples: dict[str, list[float]] = defaultdict(list)
 
-    def time_pairs() -> float:
-        """Take all samples. Returns seconds of wall time for a second by the clock."""
+        def sample(name: str) -> None:
+            samples[name].append(timing.time_once(functions[name], device, clock))
+
         wall_start = time.perf_counter()
         start = clock()
         for turn in tqdm(range(PAIRS), "what a decode costs", leave=False, disable=None):
@@ -142,9 +143,9 @@ def measure_decode_cost(
             sample("decode-only")
             if turn % PROMPT_EVERY == 0:
                 sample("prompt")
-        return (time.perf_counter() - wall_start) / (clock() - start)
+        return samples, (time.perf_counter() - wall_start) / (clock() - start)
 
-    wall_per_clock, drift = timing.steadily(time_pairs, device, tries=1, clock=clock)
+    (samples, wall_per_clock), drift = timing.steadily(time_pairs, device, tries=2, clock=clock)
     return replace(
         DecodeCost.of(samples, batches),
         cpu_time=clock is timing.cpu_time,
