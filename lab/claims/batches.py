@@ -156,6 +156,7 @@ def decode_speedup(lab: Lab) -> Result:
             added_ms = times["decode-maximal"].attention_ms - times["prefill-only"].attention_ms
             columns = {
                 "speedup": cost.speedup and cost.speedup.value,
+                "its error": cost.speedup and cost.speedup.error,
                 "alone, ms": cost.alone_ms.value,
                 "riding, ms": cost.beside_ms.value,
                 "attention it adds, ms": added_ms,

@@ -145,7 +145,7 @@ def measure_decode_cost(
                 sample("prompt")
         return samples, (time.perf_counter() - wall_start) / (clock() - start)
 
-    (samples, wall_per_clock), drift = timing.steadily(time_pairs, device, tries=2, clock=clock)
+    (samples, wall_per_clock), drift = timing.steadily(time_pairs, device, clock=clock)
     return replace(
         DecodeCost.of(samples, batches),
         cpu_time=clock is timing.cpu_time,
