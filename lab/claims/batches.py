@@ -289,12 +289,14 @@ def chunks_of_prefills(lab: Lab) -> Result:
         if lab.is_small and length > 2048:
             continue
         source = "fitted" if prompt == 2047 else "data"
-        whole_ms = lab.time({"whole": [prompts(1, length)]})["whole"].total_ms
+        sizes = (512, 1024, 2048)
+        sequences = {f"{size}": chunks_of(length, lab.scaled(size)) for size in sizes}
+        times = lab.time({"whole": [prompts(1, length)]} | sequences)
+        whole_ms = times["whole"].total_ms
         result.add(length, {"whole, ms": whole_ms})
         result.publish(f"ms of {prompt:,} tokens", paper_ms, whole_ms, source)
-        for chunk, paper in zip((512, 1024, 2048), papers, strict=True):
-            time = lab.time({"chunks": chunks_of(length, lab.scaled(chunk))})["chunks"]
-            ratio = time.total_ms / whole_ms
+        for chunk, paper in zip(sizes, papers, strict=True):
+            ratio = times[f"{chunk}"].total_ms / whole_ms
             result.add(length, {f"chunks of {lab.scaled(chunk):,}": ratio})
             result.publish(f"{prompt:,} tokens in chunks of {chunk:,}", paper, ratio, source)
     largest = max(result.column(f"chunks of {lab.scaled(512):,}").values())

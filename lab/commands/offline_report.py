@@ -188,10 +188,11 @@ def conclude(costs: Costs, rows: Mapping[str, PolicyRun]) -> str:
     if stalls:
         still = ", ".join(stalls)
         sentences.append(f"While others' prompts are computed, an answer stands still for {still}.")
-    if costs.served.speedup and "sarathi" in steady:
+    sarathi = steady.get("sarathi")
+    if costs.served.speedup and sarathi and sarathi.gain_range:
         sentences.append(
             f"These batches promise {show_estimate(costs.served.promised_gain, 'x')} the "
-            f"throughput of request-level; sarathi runs at {show_gain(steady['sarathi'])}."
+            f"throughput of request-level; sarathi runs at {show_gain(sarathi)}."
         )
     paragraphs = [textwrap.indent(textwrap.fill(text, 97), "   ") for text in sentences]
     return "\n".join(["3. In short", *paragraphs])
