@@ -284,12 +284,12 @@ def chunks_of_prefills(lab: Lab) -> Result:
     save the masked half of attention, so that long prompts take less time in them. The shortest
     prompt is fitted: without it 512 tokens would take 10 ms less, and 1,024 33."""
     result = Result("prompt", ".4g")
+    sizes = (512, 1024, 2048)
     for prompt, (paper_ms, *papers) in FIGURE_14.items():
         length = lab.scaled(prompt)
         if lab.is_small and length > 2048:
             continue
         source = "fitted" if prompt == 2047 else "data"
-        sizes = (512, 1024, 2048)
         sequences = {f"{size}": chunks_of(length, lab.scaled(size)) for size in sizes}
         times = lab.time({"whole": [prompts(1, length)]} | sequences)
         whole_ms = times["whole"].total_ms
