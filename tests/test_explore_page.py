@@ -10,6 +10,7 @@ from lab.commands import explore
 from lab.explore.runs import record_run
 from lab.simulator.cost_model import CostModel
 from tests.pages import (
+    DRAWN,
     choose,
     in_turn,
     opened,
@@ -129,6 +130,7 @@ def test_the_opening_says_what_the_run_of_a_chunk_size_did(open_first, chunk, cu
         gaps += [after - before for before, after in pairwise(times)]
     tab = open_first()
     tab.evaluate(f"choose({{chunk: '{chunk}'}}).then(end_opening)")
+    tab.wait_for_function(DRAWN)
     facts = tab.evaluate("facts_of(panes[1].run)")
     assert facts["late"] == [2, 3]
     assert facts["cut"] == cut
