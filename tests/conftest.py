@@ -72,7 +72,7 @@ def site_folder(tmp_path_factory, worker_id):
     """The folder of the page as a site, with Pyodide if it is there: made once for all workers."""
     base = tmp_path_factory.getbasetemp()
     site = base / "site" if worker_id == "master" else base.parent / "site"
-    argv = ["explore", "--site", str(site)]
+    argv = ["explore", "--requests", "12", "--site", str(site)]
     if (PYODIDE_FOLDER / "pyodide.mjs").is_file():
         argv += ["--pyodide", str(PYODIDE_FOLDER)]
     with open(f"{site}.lock", "w", encoding="utf-8") as lock:

@@ -1,4 +1,4 @@
-"""The referee: each rule finds a policy that breaks it, and every policy here keeps all."""
+"""The referee, held against policies broken on purpose; and every policy here keeps all rules."""
 
 import re
 from functools import cache

@@ -1,4 +1,4 @@
-"""bench.py and sample.py: what their options do, and how they end."""
+"""bench.py and sample.py, held against their exit status, files and defaults: what options do."""
 
 import json
 import subprocess

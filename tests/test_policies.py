@@ -1,4 +1,4 @@
-"""Policies by name, those in files of one's own, and what an engine is told about them."""
+"""Policies by name and in files of one's own, held against tables of classes and options."""
 
 from dataclasses import replace
 

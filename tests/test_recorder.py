@@ -1,21 +1,10 @@
-"""page/records.py: what a Recorder says of the batches that it watched."""
+"""page/records.py, held against batches by hand: why the queue waits, and a step that failed."""
 
 import pytest
 
 from engine import Engine
 from tests.helpers import tiny_model
 from tests.pages import Truth, in_turn, recorded
-
-
-def records_of(policy, requests, **sizes):
-    """The records of a run of (arrival, prompt, output) lengths, a second for each iteration."""
-    memory = dict(
-        chunk=32,
-        max_batch=4,
-        page_size=16,
-        pages=16,
-    )
-    return in_turn(recorded(policy, requests=requests, **memory | sizes))
 
 
 @pytest.mark.parametrize(
@@ -30,8 +19,9 @@ def records_of(policy, requests, **sizes):
     ],
 )
 def test_the_reason_why_the_head_of_the_queue_waits_is_recorded(policy, sizes, why):
-    records = records_of(policy, [(0, 40, 9)] * 4, **sizes)
-    assert why in [record["why"] for record in records]
+    small = dict(chunk=32, max_batch=4, page_size=16, pages=16)
+    recorder = recorded(policy, requests=[(0, 40, 9)] * 4, **small | sizes)
+    assert why in [record["why"] for record in in_turn(recorder)]
 
 
 def test_a_failed_step_is_recorded_once_with_all_its_pages(monkeypatch):

@@ -1,4 +1,4 @@
-"""sample.py: text in, text out."""
+"""sample.py, held against Engine.generate: the same texts, from one prompt or several."""
 
 import transformers
 

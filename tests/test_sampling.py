@@ -116,13 +116,7 @@ def test_noise_is_exact_where_float32_would_be_infinite(seed, token):
 
 
 def test_the_defaults_are_greedy():
-    expected = SamplingParams(
-        max_new_tokens=64,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-    )
-    assert SamplingParams() == expected
+    assert SamplingParams() == SamplingParams(max_new_tokens=64, temperature=0, top_k=0, top_p=1)
 
 
 def test_float64_logits_keep_all_their_digits():

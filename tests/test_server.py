@@ -1,4 +1,4 @@
-"""server/: what OpenAI's client sees, with real connections; and that nothing is left behind."""
+"""server/, held against OpenAI's own client and types, and the engine: nothing is left behind."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""The moving picture of examples/stall.py: what it shows when, read from its SVG."""
+"""The moving picture of examples/stall.py, held against its answers: what its SVG shows when."""
 
 import re
 from xml.etree import ElementTree
