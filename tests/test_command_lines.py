@@ -16,7 +16,7 @@ from cli.columns import Columns
 from cli.console import run, visible
 from cli.files import write_json
 from cli.loading import load_model, resolve_model
-from cli.model import ModelOptions, split_names
+from cli.model import ModelOptions
 from lab.commands.options import OfflineOptions
 from tests.helpers import ROOT
 
@@ -116,10 +116,6 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path):
     report = json.loads(file.read_text("utf-8"))
     assert report == {"commit": report["commit"], "date": report["date"], "a": str(tmp_path)}
     assert date.fromisoformat(report["date"]) <= date.today()
-
-
-def test_names_in_a_text():
-    assert split_names(" vllm, sarathi:64,,vllm ") == ["vllm", "sarathi:64"]
 
 
 def test_a_model_has_the_positions_that_it_must():

@@ -153,3 +153,15 @@ def test_each_decimal_of_a_measurement_is_in_the_results(room):
     stated = re.findall(r"(?<![\w.§-])\d+\.\d+(?!\.?\d)", prose)
     assert len(stated) > 20
     assert known.issuperset(stated)
+
+
+@pytest.mark.parametrize("room, between", [("", "\n"), ("parallel/", "\n##")])
+def test_the_decimals_of_a_row_are_those_of_one_simulated_run(room, between):
+    file = f"results/simulated/{room.strip('/') or 'ladder'}.txt"
+    text = (ROOT / file).read_text("utf-8")
+    runs = [re.findall(r"\d+\.\d+", run) for run in text.split(between)]
+    tables = re.sub("(?s)```.*?```", "", TEXTS[room])
+    rows = [re.findall(r"\d+\.\d+", row) for row in re.findall(r"(?m)^\|.*", tables)]
+    assert sum(map(bool, rows)) > 4
+    for row in rows:
+        assert any({*row}.issubset(run) for run in runs), row
