@@ -64,7 +64,6 @@ WRONG = [
     "--pp 2",
     "sevre",
     "batches 1@0",
-    "check no_such.py:Mine",
     "explore --pyodide x",
 ]
 

@@ -1,4 +1,4 @@
-"""Policies by name and in files of one's own, held against tables of classes and options."""
+"""Policies by name and in files, held against one written here and what a class says of itself."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def test_a_custom_policy_is_loaded_once_from_any_path(own):
     "name", ["sarathi_serve", "my_policy.py", "my_policy.py:Longest", "my_policy.py:three"]
 )
 def test_an_unknown_policy_is_refused(own, name):
-    with pytest.raises(ValueError, match="policy=|no subclass of Scheduler"):
+    with pytest.raises(ValueError):
         find_policy(name)
     with pytest.raises(FileNotFoundError):
         find_policy("other_policy.py:Shortest")

@@ -19,8 +19,8 @@ from tests.pages import Truth, in_turn, recorded
     ],
 )
 def test_the_reason_why_the_head_of_the_queue_waits_is_recorded(policy, sizes, why):
-    small = dict(chunk=32, max_batch=4, page_size=16, pages=16)
-    recorder = recorded(policy, requests=[(0, 40, 9)] * 4, **small | sizes)
+    sizes = dict(chunk=32, max_batch=4, page_size=16, pages=16) | sizes
+    recorder = recorded(policy, requests=[(0, 40, 9)] * 4, **sizes)
     assert why in [record["why"] for record in in_turn(recorder)]
 
 
