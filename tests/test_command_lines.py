@@ -16,7 +16,7 @@ from cli.columns import Columns
 from cli.console import run, visible
 from cli.files import write_json
 from cli.loading import load_model, resolve_model
-from cli.model import ModelOptions
+from cli.model import ModelOptions, split_names
 from lab.commands.options import OfflineOptions
 from tests.helpers import ROOT
 
@@ -58,12 +58,14 @@ def test_without_a_command_it_is_offline():
 WRONG = [
     "--chunk 0",
     "--chunk 4 --batch 6",
+    "--no-such 1",
     "--policies dynamic",
     "--preset gpt2 --model x",
     "--preset gpt2 --device cpu --seq-len 2000",
     "--pp 2",
     "sevre",
     "batches 1@0",
+    "check no_such.py:Mine",
     "explore --pyodide x",
 ]
 
@@ -117,6 +119,10 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path):
     assert date.fromisoformat(report["date"]) <= date.today()
 
 
+def test_names_in_a_text():
+    assert split_names(" vllm, sarathi:64,,vllm ") == ["vllm", "sarathi:64"]
+
+
 def test_a_model_has_the_positions_that_it_must():
     assert load_model(TINY_MODEL, 9000, positions_from="").config.max_positions == 9000
     gpt2 = ModelOptions(
@@ -126,9 +132,9 @@ def test_a_model_has_the_positions_that_it_must():
         layers=1,
     )
     assert load_model(gpt2, 1024, positions_from="").config.n_layer == 1
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="--max-len 1025"):
         load_model(gpt2, 1025, positions_from="--max-len")
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="GB are free"):
         load_model(TINY_MODEL, 10**12, positions_from="")
 
 
@@ -151,13 +157,13 @@ def test_what_was_left_open_depends_on_the_gpu(capability, gpu_bytes, preset, dt
 
 
 def test_several_processes_are_started_by_torchrun_and_do_not_compile(monkeypatch):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="torchrun --nproc-per-node 4"):
         resolve_model(ModelOptions(tp=2, pp=2))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="--compile"):
         resolve_model(ModelOptions(tp=2, compile=True))
 
 
 def test_sample_needs_a_prompt():
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="--prompt, --chat"):
         sample.app([])

@@ -47,7 +47,7 @@ def test_a_custom_policy_is_loaded_once_from_any_path(own):
     "name", ["sarathi_serve", "my_policy.py", "my_policy.py:Longest", "my_policy.py:three"]
 )
 def test_an_unknown_policy_is_refused(own, name):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="policy=|no subclass of Scheduler"):
         find_policy(name)
     with pytest.raises(FileNotFoundError):
         find_policy("other_policy.py:Shortest")

@@ -48,7 +48,7 @@ def test_requests_on_their_way_are_aborted_in_their_micro_batches(worlds):
 
 def test_another_number_of_processes_is_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="needs 4 processes, not 3"):
         Ranks(2, 2)
 
 

@@ -162,6 +162,6 @@ def test_the_decimals_of_a_row_are_those_of_one_simulated_run(room, between):
     runs = [re.findall(r"\d+\.\d+", run) for run in text.split(between)]
     tables = re.sub("(?s)```.*?```", "", TEXTS[room])
     rows = [re.findall(r"\d+\.\d+", row) for row in re.findall(r"(?m)^\|.*", tables)]
-    assert len(rows) > 4
+    assert sum(map(bool, rows)) > 4
     for row in rows:
         assert any({*row}.issubset(run) for run in runs), row

@@ -14,7 +14,7 @@ from tests.pages import (
     shown_runs,
 )
 
-pytestmark = pytest.mark.slow  # the site takes ten seconds to make
+pytestmark = pytest.mark.slow  # these take twenty seconds
 
 BUDGET = "    def token_budget(self, decodes, prefills):\n        return "
 METRICS = "panes.map(pane => pane.run.metrics())"
